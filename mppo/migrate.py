@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import printable
 from mppo.config.migration import deepspeed_chat, openrlhf, trl
 from mppo.config.migration.migration import complete, migrate_flags
 from mppo.config.migration.shell import read_commands
 from mppo.config.migration.verl import migrate_settings
 from mppo.config.migration.writer import recipe_text
+from mppo.safety.foreign_text import visible
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redacted_output
 
@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _read_input()
         recipe, remarks = migrate(arguments.system, text, arguments.arguments, arguments.ranks)
     except ValueError as error:
-        print(f"mppo-migrate {arguments.system}: {printable(str(error))}", file=sys.stderr)
+        print(f"mppo-migrate {arguments.system}: {visible(str(error))}", file=sys.stderr)
         return 2
-    sys.stdout.write(recipe)
+    for line in recipe.splitlines(keepends=True):  # redacted by line, as it was compared
+        sys.stdout.write(line)
     for remark in remarks:
-        print(f"mppo-migrate: {printable(remark)}", file=sys.stderr)
+        print(f"mppo-migrate: {visible(remark)}", file=sys.stderr)
     return 0
 
 

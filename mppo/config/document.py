@@ -138,6 +138,11 @@ for _tag, _pattern, _first in (
     )
 
 
+def implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Tags and patterns of plain scalars that are not texts, by first character."""
+    return _Loader.yaml_implicit_resolvers
+
+
 def parse_yaml(text: str) -> Any:
     """Parse YAML text in bounded time and memory. Raises ``yaml.YAMLError``."""
     try:

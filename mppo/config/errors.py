@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mppo.safety.foreign_text import visible
 from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text
 
 
@@ -57,12 +58,9 @@ class ConfigError(ValueError):
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes: parts of it may come from a file, and a terminal
-    would execute them."""
-    return text.translate(_CONTROLS)
-
-
-_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 10}
+    """The text with unprintable characters other than line breaks as escapes: parts of it may come
+    from a file, and a terminal would execute controls and reorder text by marks of direction."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:

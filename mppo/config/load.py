@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from mppo.config.document import BASE_KEY, apply_overrides, merge_documents, read_document
@@ -28,6 +27,7 @@ from mppo.config.sections.megatron import Offload
 from mppo.config.trl import TRL_KEYS, compute_trl_keys
 from mppo.config.verl.keys import VerlTranslation
 from mppo.config.verl.names import canonical_key
+from mppo.config.yaml_text import block_yaml
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -150,7 +150,7 @@ def recipe_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str
 def resolved_yaml(recipe: Recipe) -> str:
     """The recipe with all defaults as YAML; except for secrets it loads to the same recipe."""
     plain = redact(recipe.model_dump(mode="json"))
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return block_yaml(plain)
 
 
 def json_schema() -> dict[str, Any]:

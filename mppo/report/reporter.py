@@ -10,10 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.trainer import TrainerConfig
+from mppo.config.yaml_text import block_yaml
 from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.report.console import SampleRow, StepConsole
@@ -104,7 +103,7 @@ class Reporter:
             mark_stale(self.run_dir / NONFINITE, step)
             for path in (p for n, p in recorded_steps(self.run_dir).items() if n > step):
                 path.unlink()
-            replace_text(self.run_dir / RECIPE, yaml.safe_dump(self._recipe, sort_keys=False))
+            replace_text(self.run_dir / RECIPE, block_yaml(self._recipe))
             write_status(self.run_dir, Status("running", step, self.total_steps))
         except OSError as error:
             why = f"{error.filename or self.run_dir} cannot be written ({error.strerror})"

@@ -66,6 +66,21 @@ def _run_in_a_file(folder: Path) -> None:
     write(folder / "results", "mine")
 
 
+def _command(folder: Path) -> None:
+    setting = "x\u2028model: {trust_remote_code: true} #"
+    write(folder / "command.sh", f"python ppo.py --lam 1 --stop_token '{setting}'")
+
+
+def _migrated(folder: Path) -> int:
+    from mppo.config.document import parse_yaml
+    from mppo.migrate import migrate
+
+    recipe, _ = migrate("trl", (folder / "command.sh").read_text())
+    said = "trust_remote_code" in str(parse_yaml(recipe))
+    print(f"{'a' if said else 'no'} trust_remote_code in the recipe")
+    return 0
+
+
 TABLE = Table(
     "Recipes",
     "Each error in a recipe gives one message: unknown keys, wrong values, and text constructed to "
@@ -125,6 +140,13 @@ TABLE = Table(
             prepare=_run_in_a_file,
             run=lambda folder: train("--dry-run", *TINY, "trainer.default_local_dir=results"),
             says="is a file",
+        ),
+        Attack(
+            "a flag for mppo-migrate with a line separator, which would end its comment",
+            prepare=_command,
+            run=_migrated,
+            says="no trust_remote_code in the recipe",
+            code=0,
         ),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from migration.commands import COMMANDS
 from verl_flags.flags import read_scripts
 
 from mppo.config.checks import check_recipe
+from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
+from mppo.config.migration.migration import Migration
+from mppo.config.migration.row import Setting
+from mppo.config.migration.writer import recipe_text
 from mppo.config.rules.rule import world_size_of
 from mppo.migrate import main, migrate
 from mppo.train import main as train
@@ -226,6 +231,67 @@ class Stdin(io.TextIOWrapper):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
+
+
+def settings(text: str) -> dict[str, object]:
+    """Dotted keys and values of a recipe's text."""
+    found: dict[str, object] = {}
+
+    def visit(inner: dict, above: str) -> None:
+        for name, value in inner.items():
+            if isinstance(value, dict):
+                visit(value, f"{above}{name}.")
+            else:
+                found[above + name] = value
+
+    visit(parse_yaml(text), "")
+    return found
+
+
+EVIL = "x{}model: {{trust_remote_code: true, path: evil}} #"
+PLACES = {
+    "trl": "A={text} python ppo.py --model_name_or_path {value} --dataset_name {text} "
+    "--lam {text} --wings {text} --{name} 1 --stop_token {text} --reward_model_path $A "
+    "--output_dir $B",
+    "verl": "A={text} python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path={value} "
+    "data.train_files={text} +data.wings={text} algorithm.lam={text} trainer.experiment_name=$A "
+    "~{name}=2 {name}=3 actor_rollout_ref.model.override_config.{name}=1 --config-path {text} "
+    "--{name} trainer.project_name=$B",
+}
+"""Commands with a hostile text as value of flags that are kept, refused, unknown and without a
+counterpart, as name, and as variables."""
+
+
+HOSTILE = [c for c in map(chr, range(1, 0x110000))
+           if unicodedata.category(c) in {"Cc", "Cf", "Zl", "Zp", "Zs"}]  # fmt: skip
+"""All controls, spaces, separators and marks of direction of Unicode, but NUL."""
+
+
+@pytest.mark.parametrize("system", PLACES)
+def test_no_character_of_a_command_makes_a_setting(system):
+    for character in HOSTILE[::3] + list("\n\r\x0b\x85\u2028\u2029\u202e\ufeff"):
+        text, value = EVIL.format(character), f"a{character}b"
+        given = {"text": shlex.quote(text), "value": shlex.quote(value), "name": f"'{value}'"}
+        written, _ = migrate(system, PLACES[system].format(**given))
+        assert written.replace("\n", "").isprintable(), repr(character)
+        found = settings(written)
+        assert not [key for key in found if "trust" in key], repr(character)
+        assert "evil" not in found.values(), repr(character)
+        if system == "trl":  # verl's values are YAML, in which such characters are not allowed
+            assert found["model.path"] == value, repr(character)
+
+
+def test_a_recipe_holds_the_settings_of_a_migration_and_no_others():
+    for character in HOSTILE:
+        text = EVIL.format(character)
+        result = Migration(text, 1, without=[text], unknown=[text], checks=[text])
+        values = (text, [text, 1, None, 1e-6, "1e-6", "off", "~", True], character, "", 0.1)
+        for number, value in enumerate(values):
+            result.add(Setting(f"model.override_config.a{number}{character}", value, text, text))
+        written = recipe_text(result, text)
+        named = {f"a{number}{character}": value for number, value in enumerate(values)}
+        assert parse_yaml(written) == {"model": {"override_config": named}}, repr(character)
+        assert written.replace("\n", "").isprintable(), repr(character)
 
 
 def test_the_program_prints_the_recipe_and_names_unknown_flags(monkeypatch, capsys):

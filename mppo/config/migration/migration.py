@@ -16,6 +16,7 @@ from mppo.config.migration.row import Flags, Key, Operand, Setting, System, With
 from mppo.config.migration.shell import Command
 from mppo.config.rules.files import is_hub_name
 from mppo.config.rules.rule import world_size_of
+from mppo.config.yaml_text import inline_yaml
 
 RANKS_PER_NODE = 8
 """GPUs per node where a command does not say how many it uses."""
@@ -142,7 +143,7 @@ def complete(result: Migration) -> None:
 def _remove_refused(result: Migration) -> None:
     """Make comments of the settings that mppo refuses."""
     while True:
-        overrides = [f"{s.key}={flow(s.value)}" for s in result.settings.values()]
+        overrides = [f"{s.key}={inline_yaml(s.value)}" for s in result.settings.values()]
         recipe, issues = read_recipe(None, overrides)
         refused = [
             (key, issue)
@@ -158,12 +159,6 @@ def _remove_refused(result: Migration) -> None:
     if recipe is not None:
         issues = [*issues, *check_recipe(recipe, world_size_of(recipe), {})]
     result.checks += [f"mppo refuses {i.key} = {i.value}: {i.why}; {i.fix}" for i in issues]
-
-
-def flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 30, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _is_program(system: System, word: str) -> bool:

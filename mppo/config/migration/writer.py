@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mppo.config.errors import printable
-from mppo.config.migration.migration import Migration, flow
+from mppo.config.document import parse_yaml
+from mppo.config.migration.migration import Migration
 from mppo.config.migration.row import Setting
 from mppo.config.schema import Recipe
-from mppo.safety.redact import redact_text
+from mppo.config.yaml_text import inline_yaml
+from mppo.safety.foreign_text import visible
+from mppo.safety.redact import redact, redact_text
 
 _COMMENT_COLUMN = 50
 
 
 def recipe_text(result: Migration, title: str) -> str:
-    """The recipe's YAML.
+    """The recipe's YAML, without secrets.
 
     Args:
         result: the migration.
         title: the system that the command is for.
+
+    Raises:
+        ValueError: the text would not be read as the migration's settings.
     """
-    lines = [
-        f"# {title}'s {result.program}, written by mppo-migrate. See what the run needs:",
-        "#   python mppo/train.py --dry-run --config THIS_FILE",
+    comments = [
+        f"{title}'s {result.program}, written by mppo-migrate. See what the run needs:",
+        "  python mppo/train.py --dry-run --config THIS_FILE",
     ]
     for heading, entries in (
         ("To check:", result.checks),
@@ -31,14 +36,15 @@ def recipe_text(result: Migration, title: str) -> str:
         ("No counterpart, or none needed:", result.without),
     ):
         if entries:
-            lines += ["#", f"# {heading}", *(f"#   {entry}" for entry in entries)]
-    lines += _section(_tree(result.settings.values()), 0)
-    return "\n".join(_safe(line) for line in lines) + "\n"
-
-
-def _safe(line: str) -> str:
-    """The line without secrets, and without characters that would end a comment."""
-    return printable(redact_text(line).replace("\n", " ").replace("\r", " "))
+            comments += ["", heading, *(f"  {entry}" for entry in entries)]
+    tree = _tree(result.settings.values())
+    lines = [f"# {visible(comment)}".rstrip() for comment in comments] + list(_section(tree, 0))
+    text = "".join(f"{redact_text(line)}\n" for line in lines)
+    # a value of the command must never become a setting that it does not name
+    meant = redact(_values(tree))
+    if repr(parse_yaml(text) or {}) != repr(meant):
+        raise ValueError("its values cannot be written as a recipe: remove unprintable characters")
+    return text
 
 
 def _tree(settings: Sequence[Setting] | Any) -> dict[str, Any]:
@@ -57,12 +63,21 @@ def _tree(settings: Sequence[Setting] | Any) -> dict[str, Any]:
     return tree
 
 
+def _values(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: entry.value if isinstance(entry, Setting) else _values(entry)
+        for name, entry in tree.items()
+    }
+
+
 def _section(tree: dict[str, Any], depth: int) -> Iterator[str]:
     for name, entry in tree.items():
-        head = f"{'  ' * depth}{flow(name)}:"
+        head = f"{'  ' * depth}{inline_yaml(name)}:"
         if isinstance(entry, Setting):
-            line = f"{head} {flow(entry.value)}"
-            yield f"{line:<{_COMMENT_COLUMN}}  # {entry.origin}" if entry.origin else line
+            value = redact({name: entry.value})[name]
+            line = f"{head} {inline_yaml(value)}"
+            comment = f"  # {visible(entry.origin)}" if entry.origin else ""
+            yield f"{line:<{_COMMENT_COLUMN}}{comment}" if comment else line
         else:
             yield head
             yield from _section(entry, depth + 1)
