@@ -194,7 +194,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     Raises:
         ConfigError, ValueError: the model, the prompts or the reward cannot be used.
     """
-    folder = resolve_model(recipe.model.path)
+    folder = resolve_model(recipe.model.path, seed=recipe.trainer.seed)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
     issues = list(engine_issues(recipe, config, not device.is_cuda()))

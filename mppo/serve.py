@@ -153,7 +153,7 @@ def _model_folder(recipe: Recipe) -> Path:
     if model.hub and is_hub_name(name):
         name = str(fetch_model(name, model.hub, True, model.trust_remote_code))
     issues = check_model_folder("model.path", name)
-    folder = resolve_model(name) if not issues else Path(name)
+    folder = Path(name) if issues else resolve_model(name, seed=recipe.trainer.seed)
     if not issues and is_megatron_checkpoint(folder):
         fix = "export it with python -m checkpoints_convert export, and serve that folder"
         issues = [

@@ -250,7 +250,15 @@ def _expand(value: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """Whether a part of pydantic's error location is a branch of a union instead of a key."""
-    branches = {"bool", "int", "float", "str", "constrained-int", Offload.__name__}
+    branches = {
+        "bool",
+        "int",
+        "float",
+        "str",
+        "constrained-int",
+        "constrained-float",
+        Offload.__name__,
+    }
     return isinstance(part, str) and ("[" in part or part in branches)
 
 

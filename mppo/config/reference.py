@@ -86,8 +86,13 @@ def _type(field: Mapping[str, Any]) -> str:
     kind = field.get("type", "any")
     if kind == "array":
         return f"list of {_type(field['items'])}" if field.get("items") else "list"
-    limits = [f"{sign} {field[name]:g}" for name, sign in _LIMITS.items() if name in field]
+    limits = [f"{sign} {_number(field[name])}" for name, sign in _LIMITS.items() if name in field]
     return f"{kind} {' and '.join(limits)}".strip()
+
+
+def _number(limit: float) -> str:
+    """A limit, whole numbers with all their digits."""
+    return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
 def _one_line(text: str) -> str:

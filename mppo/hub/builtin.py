@@ -1,8 +1,8 @@
 """Model folders: a Hugging Face folder on disk, or one of the embedded tiny models.
 
 The embedded models need no download. Each has a config.json of a real family, a byte tokenizer and
-seeded random weights. They are written once into a cache folder in the Hugging Face form, so weight
-import, rollout and export run the same code as with a real model.
+random weights that follow from a seed. They are written once per seed into a cache folder in the
+Hugging Face form, so weight import, rollout and export run the same code as with a real model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # imported where they are used: the check of a recipe takes a
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PREFIX = "builtin:"
-WEIGHTS_SEED = 0
 PAD, BOS, EOS, SEP = "<pad>", "<bos>", "<eos>", "<sep>"
 VOCAB = (PAD, BOS, EOS, SEP, *sorted(pre_tokenizers.ByteLevel.alphabet()))
 
@@ -106,7 +105,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MPPO_CACHE", Path(base) / "mppo"))
 
 
-def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
+def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0) -> Path:
     """Return the folder of a recipe's ``model.path``, ``critic.path`` or ``ref.path``.
 
     Several processes may call this at the same time: an embedded model's folder gets its name when
@@ -116,6 +115,8 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
         path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name from
             ``MODELS``.
         cache_dir: folder for embedded models, created if it is missing; None: ``cache_folder``.
+        seed: seed of an embedded language model's weights. Config and tokenizer do not depend on
+            it, nor does a reward model.
 
     Returns:
         A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
@@ -125,7 +126,7 @@ def resolve_model(path: str, cache_dir: str | Path | None = None) -> Path:
         ConfigError: no such folder, no config.json in it, or no such embedded model.
     """
     if path.startswith(PREFIX):
-        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()))
+        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()), seed)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError([no_model_folder("model.path", path)])
@@ -272,14 +273,15 @@ def _builtin_names() -> str:
     return ", ".join(PREFIX + name for name in MODELS)
 
 
-def _write_builtin(name: str, cache_dir: Path) -> Path:
+def _write_builtin(name: str, cache_dir: Path, seed: int) -> Path:
     if name not in MODELS:
         guess = nearest(PREFIX + name, [PREFIX + each for each in MODELS])
         fix = (
             f"did you mean {guess!r}? " if guess else ""
         ) + f"the embedded models are {_builtin_names()}"
         raise ConfigError([ConfigIssue("model.path", PREFIX + name, "no such embedded model", fix)])
-    parts = [MODELS[name], VOCAB, CHAT_TEMPLATE, WEIGHTS_SEED]
+    seed = 0 if name in REWARD_MODELS else seed
+    parts = [MODELS[name], VOCAB, CHAT_TEMPLATE, seed]
     if name in REWARD_MODELS:
         parts.append(REWARDED)
     definition = json.dumps(parts, sort_keys=True)
@@ -290,7 +292,7 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
 
     cache_dir.mkdir(parents=True, exist_ok=True)
     with unfinished_folder(cache_dir) as unfinished:
-        _save_builtin(name, unfinished)
+        _save_builtin(name, unfinished, seed)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -300,7 +302,7 @@ def _write_builtin(name: str, cache_dir: Path) -> Path:
     return folder
 
 
-def _save_builtin(name: str, folder: Path) -> None:
+def _save_builtin(name: str, folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
@@ -308,7 +310,7 @@ def _save_builtin(name: str, folder: Path) -> None:
     fields = dict(MODELS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(WEIGHTS_SEED)
+        torch.manual_seed(seed)
         if name in REWARD_MODELS:
             model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
             _prefer_characters(model)

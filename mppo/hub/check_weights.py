@@ -8,6 +8,8 @@ from typing import Any
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.files import BUILTIN_PREFIX
 from mppo.config.rules.rule import RoleCase
+from mppo.config.sections.roles import CriticConfig
+from mppo.hub.builtin import REWARD_MODELS
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files
 from mppo.weights.load import known_extras
@@ -24,17 +26,20 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
     This runs before any model is built.
 
     Args:
-        role: the role; an embedded model needs no check.
+        role: the role; an embedded model's files need no check.
         hf_config: transformers config of the role's model.
 
     Returns:
-        No issues: every problem is raised.
+        An issue if ``critic.value_head_init`` is set and the critic's model has a value head;
+        every other problem is raised.
 
     Raises:
         OSError: a file is missing or cannot be read.
         ValueError: a file is damaged, or does not match the config.
     """
-    if not role.path.startswith(BUILTIN_PREFIX):
+    if role.path.startswith(BUILTIN_PREFIX):
+        has_head = role.path.removeprefix(BUILTIN_PREFIX) in REWARD_MODELS
+    else:
         folder = Path(role.path).expanduser()
         companion_files(companion_folder(folder))
         shape = model_shape(hf_config)
@@ -52,4 +57,12 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
             has_head = head.hf[0] in source.tensors
         if role.name == "reward_model" and not has_head:
             raise ValueError(f"{folder}: has no score head ({head.hf[0]}, {head.name})")
+    critic = role.section
+    if (
+        isinstance(critic, CriticConfig)
+        and has_head
+        and "value_head_init" in critic.model_fields_set
+    ):
+        key, why = "critic.value_head_init", "has no effect: the critic's model has a value head"
+        return (ConfigIssue(key, critic.value_head_init, why, "leave it out"),)
     return ()

@@ -63,7 +63,7 @@ class Role:
             self.stages: list[Stage] = build_stages(
                 family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head
             )
-            self.weights = RoleWeights(self.stages, hf_config, groups, spec.folder, spec.ema_decay)
+            self.weights = RoleWeights(self.stages, hf_config, groups, spec)
             self._prepare_routers()
             self.chunks: Sequence[torch.nn.Module] = self.stages
             self.optimizer: RoleOptimizer | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from mppo.batch import Sequences
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
-from mppo.config.sections.roles import BatchingConfig
+from mppo.config.sections.roles import BatchingConfig, CriticConfig, ValueHeadInit
 from mppo.models.heads.outputs import Head, Outputs
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.routing import Replay
@@ -38,6 +38,8 @@ class RoleSpec:
         total_steps: number of PPO steps of the run.
         router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
         ema_decay: decay of the moving average of the weights; None: no average.
+        value_head_init: distribution of a value head that ``folder`` lacks.
+        seed: seed of that value head.
     """
 
     name: str
@@ -51,6 +53,8 @@ class RoleSpec:
     total_steps: int = 1
     router_replay: Replay = "off"
     ema_decay: float | None = None
+    value_head_init: ValueHeadInit = CriticConfig().value_head_init
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from mppo.models.average import MovingAverage
+from mppo.models.heads.value_head import initial_std
+from mppo.models.role_spec import RoleSpec
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
@@ -26,17 +28,17 @@ from mppo.weights.torch_dist.checkpoint import load_weights
 class RoleWeights:
     """The parameters of a role's stages on this rank.
 
-    The constructor loads the weights; it is collective and needs the layout's groups active.
+    The constructor loads the weights and draws a value head that they lack; it is collective and
+    needs the layout's groups active.
 
     Args:
         stages: chunks of this rank.
         hf_config: transformers config of the model.
         groups: the layout's process groups.
-        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-        ema_decay: decay of the moving average; None: no average.
+        spec: the specification of the role.
 
     Attributes:
-        fresh: parameters that ``folder`` lacks, such as the value head of a plain model.
+        fresh: parameters that the role's folder lacks: the value head of a plain model.
         slices: the current weights, cut for the ranks of an engine.
         average: the moving average, or None.
         storages: the parameters' storages.
@@ -47,15 +49,17 @@ class RoleWeights:
         stages: Sequence[Stage],
         hf_config: Any,
         groups: LayoutGroups,
-        folder: Path,
-        ema_decay: float | None = None,
+        spec: RoleSpec,
     ) -> None:
         self._stages, self._hf_config, self._groups = stages, hf_config, groups
-        self._folder = folder
+        self._folder = spec.folder
         self.storages = MovedStorages(self._parameters, device.device())
-        self.fresh = load_weights(folder, stages, hf_config, groups)
+        self.fresh = load_weights(spec.folder, stages, hf_config, groups)
+        if self.fresh and stages[-1].post_process:
+            std = initial_std(spec.value_head_init, hf_config)
+            stages[-1].value_head.draw(std, spec.seed)
         self.slices = SliceSource(stages, hf_config, groups.layout)
-        self.average = None if ema_decay is None else MovingAverage(stages, ema_decay)
+        self.average = None if spec.ema_decay is None else MovingAverage(stages, spec.ema_decay)
         self._streams: dict[int, WeightStream] = {}
 
     def _parameters(self) -> Iterator[Tensor]:

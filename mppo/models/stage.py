@@ -37,7 +37,7 @@ from mppo.models.families.parallel_layer import ParallelLayer
 from mppo.models.families.sandwich_layer import SandwichLayer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
 from mppo.models.heads.outputs import Head
-from mppo.models.heads.vocabulary import ValueHead
+from mppo.models.heads.value_head import ValueHead
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
@@ -53,7 +53,7 @@ class Stage(GPTModel):
     """A chunk of the model; the last one ends in normalised hidden states, not in logits.
 
     The last chunk holds ``output_layer`` (policy) or ``value_head`` (value);
-    ``mppo.models.heads.vocabulary`` applies it to some tokens at a time.
+    ``mppo.models.heads`` applies it to some tokens at a time.
 
     Args:
         head: what the model ends in.

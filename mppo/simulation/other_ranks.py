@@ -68,7 +68,7 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
         return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
 
     role_weights.load_weights = load_weights
-    roles.resolve_model = Path
+    roles.resolve_model = lambda path, seed: Path(path)
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 

@@ -35,15 +35,20 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
         folder: the actor's initial weights.
         load_config: reads the Hugging Face config of a folder.
     """
-    folders = {"actor": ("policy", folder)}
-    if recipe.algorithm.uses_critic:
-        path = recipe.critic.path
-        folders["critic"] = ("value", resolve_model(path) if path else folder)
+    folders, heads = _model_folders(recipe, folder), {"actor": "policy", "critic": "value"}
     dtype = DTYPES[recipe.model.dtype]
     return {
-        name: describe_model(load_config(where), head, dtype)
-        for name, (head, where) in folders.items()
+        name: describe_model(load_config(folders[name]), head, dtype)
+        for name, head in heads.items()
+        if name in folders
     }
+
+
+def _model_folders(recipe: Recipe, folder: Path) -> dict[str, Path]:
+    """The folder of each role's initial weights: ``folder`` for ``model.path``."""
+    roles, seed = roles_in_use(recipe), recipe.trainer.seed
+    own = {r.name: resolve_model(r.path, seed=seed) for r in roles if r.path_key != "model.path"}
+    return {role.name: own.get(role.name, folder) for role in roles}
 
 
 def build_reward_model(recipe: Recipe, hf_config: Any, registry: GroupRegistry) -> Role:
@@ -100,10 +105,7 @@ class Roles:
     ) -> None:
         self.recipe, self.text = recipe, text
         world = torch.distributed.get_world_size()
-        folders = {
-            role.name: folder if role.path_key == "model.path" else resolve_model(role.path)
-            for role in roles_in_use(recipe)
-        }
+        folders = _model_folders(recipe, folder)
         configs = {name: load_config(where) for name, where in folders.items()}
         dtype = DTYPES[recipe.model.dtype]
         # greedy sampling (temperature 0) defines no distribution: use the model's own
@@ -122,6 +124,8 @@ class Roles:
                 total_steps=total_steps,
                 router_replay=getattr(section, "router_replay", "off"),
                 ema_decay=getattr(section, "ema_decay", None),
+                value_head_init=recipe.critic.value_head_init,
+                seed=recipe.trainer.seed,
             )
             with phase(f"building {name}"):
                 return Role(spec, configs[name], registry.of(megatron.layout(world)))

@@ -324,7 +324,7 @@ def check_model_folders(recipe: Recipe) -> None:
         ConfigError: a file differs from what was written.
     """
     for role in roles_in_use(recipe):
-        folder = resolve_model(role.path)
+        folder = resolve_model(role.path, seed=recipe.trainer.seed)
         fix = (
             "restore it from a copy, or export the model again; if you changed it on purpose, "
             f"delete {folder / MARKER}"

@@ -23,6 +23,7 @@ from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet, load_prompts
 from mppo.dumps.step_dump import stale_dumps
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
+from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.host_memory import host_memory
@@ -65,7 +66,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     """
     stop_request.expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
-    folder = resolve_model(recipe.model.path)
+    folder = resolve_model(recipe.model.path, seed=trainer.seed)
     read_config = partial(load_config, trust_remote_code=recipe.model.trust_remote_code)
     tokenizer = load_tokenizer(
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
@@ -95,8 +96,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     text = _pretraining_mix(recipe, tokenizer) if recipe.actor.ptx_coef else None
     stop_request.sync()
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
-    if roles.critic is not None and roles.critic.weights.fresh:
-        reporter.line(f"the critic starts with a new value head ({roles.critic.spec.folder})")
+    if roles.critic is not None:
+        _report_new_head(reporter, roles.critic)
     model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
     scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
@@ -173,6 +174,14 @@ def _report_plans(
     (smallest,) = largest_of_ranks([-memory])
     for line in memory_warnings(recipe, plans, own_gpu(recipe), int(-smallest), source):
         reporter.line(f"warning: {line}")
+
+
+def _report_new_head(reporter: Reporter, critic: Role) -> None:
+    """Print if the critic has a new value head, which only the last stage knows. Collective."""
+    (is_new,) = largest_of_ranks([bool(critic.weights.fresh)])
+    if is_new:
+        init = critic.spec.value_head_init
+        reporter.line(f"the critic starts with a new value head (value_head_init: {init})")
 
 
 def _report_prompts(

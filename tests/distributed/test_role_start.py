@@ -37,6 +37,14 @@ REWARD_PAIRS = [
 ]
 
 
+FRESH = {
+    "fresh value head": {"value_head_init": 0.3, "seed": 5},
+    "of another seed": {"value_head_init": 0.3, "seed": 6},
+    "twice as wide": {"value_head_init": 0.6, "seed": 5},
+    "of zeros": {"value_head_init": 0.0, "seed": 5},
+}
+
+
 def to_megatron(source, target) -> None:
     arguments = ["--hf", str(source), "--megatron", str(target), "--no-tokenizer"]
     assert main(["hf-to-megatron", *arguments]) == 0
@@ -68,7 +76,8 @@ def folder(tmp_path_factory):
 def alone(folder):
     """Every model from its Hugging Face folder, in one process."""
     cases = {name: Case(name, steps=1) for name in LAYOUTS}
-    cases["fresh value head"] = Case("qwen2", head="value", steps=1)
+    for name, role in FRESH.items():
+        cases[name] = Case("qwen2", head="value", steps=1, role=role)
     return dict(zip(cases, run_cases(list(cases.values()), 1, folder)))
 
 
@@ -88,7 +97,7 @@ def together(folder):
         )
         for name, form, layout in REWARD_PAIRS
     }
-    fresh = Case("qwen2", {TP: 2, PP: 2}, "value", steps=1)
+    fresh = Case("qwen2", {TP: 2, PP: 2}, "value", steps=1, role=FRESH["fresh value head"])
     cases["fresh from a folder"] = fresh
     cases["fresh from a checkpoint"] = replace(fresh, source=str(folder / "qwen2_megatron"))
     return dict(zip(cases, run_cases(list(cases.values()), 4, folder)))
@@ -136,3 +145,16 @@ def test_a_trained_critic_keeps_its_head_in_its_weights(folder, together):
 def test_a_critic_from_a_plain_model_starts_with_a_new_head(alone, together):
     for form in ("folder", "checkpoint"):
         compare(together[f"fresh from a {form}"], alone["fresh value head"])
+        heads = [
+            outcome.initial["score.weight"]
+            for outcome in (together[f"fresh from a {form}"], alone["fresh value head"])
+        ]
+        assert torch.equal(*heads)
+
+
+def test_a_new_head_follows_from_its_distribution_and_seed(alone):
+    drawn, other_seed, wider, zero = (alone[name].initial["score.weight"] for name in FRESH)
+    assert 0.2 < drawn.std() < 0.4
+    assert (drawn - other_seed).abs().max() > 0.1
+    torch.testing.assert_close(wider, 2 * drawn)
+    assert zero.count_nonzero() == 0

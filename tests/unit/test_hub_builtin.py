@@ -66,6 +66,18 @@ def test_embedded_weights_are_the_same_every_time_and_leave_the_generator_alone(
     assert weights[0] == weights[1]
 
 
+def test_embedded_language_models_follow_from_the_seed_and_reward_models_do_not(tmp_path):
+    seeds = [resolve_model("builtin:tiny", tmp_path, seed) for seed in (0, 1)]
+    weights = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in seeds]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert (weights[0][name] - weights[1][name]).abs().max() > 0.01
+    files = [(folder / "config.json").read_bytes() for folder in seeds]
+    assert files[0] == files[1]
+    assert resolve_model("builtin:tiny", tmp_path) == seeds[0]
+    rewards = {resolve_model("builtin:tiny-reward", tmp_path, seed) for seed in (0, 1)}
+    assert len(rewards) == 1
+
+
 def test_embedded_model_is_written_once_and_whole(tmp_path):
     first = resolve_model("builtin:tiny", tmp_path)
     stamp = (first / "model.safetensors").stat().st_mtime_ns

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PretrainedConfig, Qwen2Config
 
 from mppo.algos.kl import full_kl
+from mppo.config.sections.roles import CriticConfig
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
+from mppo.models.heads.value_head import initial_std
 from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, vocabulary_logits
 
 N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
@@ -107,3 +110,17 @@ def test_full_kl_of_no_position_is_still_part_of_the_graph():
     reference = Projection(weight.detach(), case())
     chunked_full_kl(hidden[:0], weight, hidden.detach()[:0], case(), reference).sum().backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize(
+    ("init", "std"),
+    [("initializer_range", 0.05), ("inverse_hidden", 1 / 64), (0.0, 0.0), (3, 3.0)],
+)
+def test_the_standard_deviation_of_a_new_value_head(init, std):
+    critic = CriticConfig(value_head_init=init)
+    config = Qwen2Config(hidden_size=63, initializer_range=0.05)
+    assert initial_std(critic.value_head_init, config) == std
+
+
+def test_a_model_without_an_initializer_range_has_that_of_transformers():
+    assert initial_std("initializer_range", PretrainedConfig()) == Qwen2Config().initializer_range

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from mppo.config.sections.algorithm import KLType
 from mppo.config.sections.megatron import MegatronConfig
@@ -53,6 +53,9 @@ class BatchingConfig(Section):
         """``ppo_max_token_len_per_gpu`` of a recipe from ``with_token_budgets``: a number."""
         assert self.ppo_max_token_len_per_gpu != "auto", "the budget has not been computed yet"
         return self.ppo_max_token_len_per_gpu
+
+
+ValueHeadInit = NonNegativeFloat | Literal["initializer_range", "inverse_hidden"]
 
 
 class PolicyLossConfig(Section):
@@ -136,6 +139,10 @@ class CriticConfig(BatchingConfig):
     path: str | None = None
     """Model that the critic starts from, which may be a reward model; its value head is used if it
     has one, otherwise a new one. null: ``model.path``."""
+    value_head_init: ValueHeadInit = "inverse_hidden"
+    """Standard deviation of the normal distribution from which a new value head is drawn; 0 gives
+    zeros. initializer_range: the one of the model's config.json (transformers, verl);
+    inverse_hidden: 1 / (hidden size + 1) (OpenRLHF)."""
     ppo_mini_batch_size: int | None = Field(default=None, gt=0)
     """Prompts per optimizer step. null: ``actor.ppo_mini_batch_size``."""
     ppo_epochs: int = Field(default=1, gt=0)

@@ -137,8 +137,9 @@ class TrainerConfig(Section):
     peak_tflops_per_rank: float | None = Field(default=None, gt=0)
     """Peak of one device in TFLOP/s, the denominator of ``perf/mfu/*``. null: the GPU's dense
     bfloat16 peak, by its name; without one ``perf/mfu/*`` is not reported."""
-    seed: int = 0
-    """Seed of initial weights, sampling, shuffling and resampling."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the initial weights of a built-in model and of a new value head, the warm start,
+    sampling, shuffling and resampling. ``data.seed`` orders the prompts."""
 
     @property
     def run_dir(self) -> Path:

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-from mppo.models.norm import mark_sequence_parallel
 
 _LOG_ZERO = -1e4
 """Replaces log 0 in products with a probability of 0, where -inf would give nan."""
@@ -210,26 +207,6 @@ def chunked_logprobs(
         nothing = hidden_N.sum(1).float() + 0.0 * weight.sum().float()
         return nothing, nothing
     return _ChunkedLogprobs.apply(hidden_N, weight, target_N, shard)
-
-
-class ValueHead(torch.nn.Module):
-    """One linear output per token, computed in float32.
-
-    Initialised with a standard deviation of 1 / (hidden + 1) from a fixed seed, so that every
-    layout starts from the same head.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        initial = torch.randn(1, config.hidden_size, generator=generator)
-        initial /= config.hidden_size + 1
-        self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
-        mark_sequence_parallel(self.weight, config)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
-        return (hidden.float() @ self.weight.float().t())[:, 0]
 
 
 def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:

@@ -1,0 +1,57 @@
+"""The value head, and the distribution of its initial weights."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mppo.config.sections.roles import ValueHeadInit
+from mppo.models.norm import mark_sequence_parallel
+
+INITIALIZER_RANGE = 0.02
+"""Transformers' value for a model whose config.json names none."""
+
+
+class ValueHead(torch.nn.Module):
+    """One linear output per token without bias, computed in float32; zero before :meth:`draw`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        initial = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(initial)
+        mark_sequence_parallel(self.weight, config)
+
+    @torch.no_grad()
+    def draw(self, std: float, seed: int) -> None:
+        """Draw the weight from a normal distribution: the same numbers in every layout.
+
+        Args:
+            std: its standard deviation; 0 gives zeros.
+            seed: ``trainer.seed``. The numbers share nothing with those of an embedded model that
+                is drawn from the same seed.
+        """
+        digest = hashlib.sha256(f"value head {seed}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+        self.weight.copy_(std * torch.randn(self.weight.shape, generator=generator))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
+        return (hidden.float() @ self.weight.float().t())[:, 0]
+
+
+def initial_std(init: ValueHeadInit, hf_config: Any) -> float:
+    """Standard deviation of a new value head's weights.
+
+    Args:
+        init: ``critic.value_head_init``.
+        hf_config: transformers config of the critic's model.
+    """
+    if init == "initializer_range":
+        return getattr(hf_config, "initializer_range", INITIALIZER_RANGE)
+    if init == "inverse_hidden":
+        return 1 / (hf_config.hidden_size + 1)
+    return init
