@@ -30,10 +30,12 @@ SMALLEST = {
     "report.py": ["--steps", "20", "--ranks", "40", "--repeat", "1"],
     "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
                     "--repeat", "1"],
+    "value_head.py": ["--seeds", "2", "--steps", "2", "--warm-start", "1", "--tasks", "reverse",
+                      "--heads", "0", "0.02"],
 }  # fmt: skip
 LOOKED_AT = {
     "checkpoint.py", "report.py", "rollout.py", "schedule.py", "simulate.py", "soak.py",
-    "sync_routes.py", "weight_sync.py",
+    "sync_routes.py", "value_head.py", "weight_sync.py",
 }  # fmt: skip
 """Benchmarks with a separate test of their results."""
 
@@ -98,6 +100,19 @@ def test_a_report_is_made_and_drawn(tmp_path):
     assert run["make_s"] > 0
     assert 0 < run["page_mb"] < 1
     assert (run["drawn_ms"] is not None) == any(map(shutil.which, NAMES))
+
+
+def test_value_heads_are_compared_within_a_seed(tmp_path):
+    result = smallest("value_head.py", tmp_path)
+    rewards = result["rewards"]["reverse"]
+    assert [len(curve) for curves in rewards.values() for curve in curves] == [2, 2, 2, 2]
+    first, second = ([sum(curve) / 2 for curve in rewards[head]] for head in ("0", "0.02"))
+    difference = result["comparison"]["reverse"]["0 - 0.02"]
+    assert difference["mean"] == pytest.approx((sum(first) - sum(second)) / 2, abs=1e-3)
+    low, high = difference["interval_95"]
+    assert low <= difference["mean"] <= high
+    assert (tmp_path / "result.md").read_text().count("| 0 - 0.02 |") == 1
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")
 
 
 def test_schedules_with_waits_are_put_into_a_table(tmp_path):
