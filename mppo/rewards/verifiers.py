@@ -129,7 +129,7 @@ BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"(.*/)?(code|humaneval|mbpp|apps|taco|codecontests|livecodebench).*", CODE),
 )
 """The verifier of each data source: a pattern for the full name in any case; the first match
-counts."""
+counts. ``.`` matches line breaks too, so that ``.*`` reaches the end of any name at once."""
 
 
 def load_in_worker(
@@ -157,7 +157,7 @@ def verifier_for(data_source: str) -> str:
         ConfigError: no pattern matches the data source.
     """
     for pattern, name in BY_DATA_SOURCE:
-        if re.fullmatch(pattern, data_source, re.IGNORECASE):
+        if re.fullmatch(pattern, data_source, re.IGNORECASE | re.DOTALL):
             return name
     why = f"no verifier is known for the data source {data_source!r}"
     fix = (

@@ -1,5 +1,6 @@
 """Rule verifiers."""
 
+import contextlib
 import threading
 
 import pytest
@@ -122,6 +123,14 @@ def test_the_data_source_selects_the_verifier(source, name):
 def test_unknown_data_source_lists_the_verifiers():
     with pytest.raises(ConfigError, match=r"(?s)'poems'.*exact"):
         verifier_for("poems")
+
+
+@pytest.mark.parametrize("piece", ["aime/", "/mmlu", "code\n/", "math-/"])
+def test_a_long_name_of_a_data_source_is_read_in_time_proportional_to_its_length(piece):
+    """A search in quadratic time would take hours for these names of a megabyte."""
+    name = piece * (1_000_000 // len(piece))
+    with contextlib.suppress(ConfigError):
+        verifier_for(f"{name}\n?")
 
 
 def test_boxed_and_final_answers():

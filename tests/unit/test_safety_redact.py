@@ -10,7 +10,7 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.report.reporter import Reporter
-from mppo.safety.redact import HIDDEN, redact, redact_text, redacted_output
+from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text, redacted_output
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,40 @@ def test_the_folders_of_a_shell_are_no_secrets(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "a-", "=a", "://a@", "'a':", "token:", "api_key:", "?a=", "."]
+    ("begin", "piece", "end"),
+    [
+        *(("", piece, "") for piece in ("a", "a-", "=a", "://a@", "'a':", "token:", "api_key:")),
+        *(("", piece, "") for piece in ("?a=", ".", "eyJ", "-eyJ", "-eyJa.eyJ", "-----BEGIN ")),
+        ("://:", "]", "...a"),
+        ("://:", "1]", "@a"),
+        ("?", ".x-amz-a", "%20=1"),
+        ("?", "-x-oss-", "%0A=1"),
+        ("", "cookie", ":"),
+        ("cookie:", " ", "''"),
+        ("authorization", "\t", ""),
+        ("bearer", " ", "x"),
+        ("--a", " ", "-"),
+        ("token", " ", "x"),
+        ("token: ", "a-", ""),
+        ("-----BEGIN ", "A ", "-"),
+        ("-----BEGIN PRIVATE KEY-----", "-----END A", ""),
+        ("", "sk-a.", ""),
+        ("a", "_token", "_"),
+        ("", "aB", ""),
+    ],
 )
-def test_a_long_text_is_searched_in_time_proportional_to_its_length(piece):
-    """A search in quadratic time would take hours for these texts."""
-    text = piece * 500_000
-    assert len(redact_text(text)) <= len(text)
+def test_a_long_text_is_searched_in_time_proportional_to_its_length(begin, piece, end):
+    """A search in quadratic time would take hours for these texts of a megabyte."""
+    text = begin + piece * (1_000_000 // len(piece)) + end
+    redact({text: is_secret_name(text)})
+
+
+@pytest.mark.parametrize("before", ["", "x.", "eyJ.", "eyJabc.", "-eyJ-", "a.eyJaaaaaaaaaaaaa.b "])
+def test_a_web_token_is_found_after_what_resembles_one(before):
+    token = "eyJhbGciOiJIUzI1.eyJzdWIiOiIx.SflKxwRJSM"
+    hidden = redact_text(before + token)
+    assert hidden.endswith(HIDDEN)
+    assert not [part for part in ("SflKxwRJSM", "sdWIi") if part in hidden]
 
 
 def test_aliases_and_loops_end():

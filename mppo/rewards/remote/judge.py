@@ -68,7 +68,9 @@ class JudgeFormat(OneItemPerResponse):
         """The number in the last match of the pattern."""
         found = None
         try:
-            for match in self._pattern.finditer(text[-SEARCHED:], timeout=SEARCH_S):
+            # concurrent: other threads of the process, such as the heartbeat, run meanwhile
+            searched = self._pattern.finditer(text[-SEARCHED:], concurrent=True, timeout=SEARCH_S)
+            for match in searched:
                 found = match[1]
         except TimeoutError:
             return FailedScore(
