@@ -10,6 +10,7 @@ PREFIX = "MPPO_"
 
 PROGRAM_VARIABLES: dict[str, str] = {
     "MPPO_DEVICE": "`cpu` or `cuda`: the device of the ranks; default: a GPU where torch sees one",
+    "MPPO_SHARE_GPU": "`1`: several ranks may use one GPU, slowly; default: each has its own",
     "MPPO_LAUNCHER": "`torchrun`, `slurm`, `mpi` or `python`: what started the ranks; default: "
     "detected",
     "MPPO_CACHE": "folder of the embedded models; default: `~/.cache/mppo`",

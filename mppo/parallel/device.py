@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from mppo.parallel import staged_group
 from mppo.parallel.node import numa
 from mppo.parallel.node.gpu_driver import check_gpus
 
@@ -37,6 +38,9 @@ def check() -> None:
         raise ValueError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
     if not name:
         check_gpus()
+    share = os.environ.get("MPPO_SHARE_GPU", "")
+    if share not in ("", "0", "1"):
+        raise ValueError(f"MPPO_SHARE_GPU={share}: set 1 for ranks that share a GPU, or unset it")
     if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch sees no GPU" if built else "this torch is built for the CPU"
@@ -54,9 +58,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
 
 
+def shares_gpu() -> bool:
+    """Whether several ranks may use one GPU (``MPPO_SHARE_GPU=1``): see ``staged_group``."""
+    return is_cuda() and os.environ.get("MPPO_SHARE_GPU", "") == "1"
+
+
 def backend() -> str:
     """The torch.distributed backend of this program's process groups (see ``backends``)."""
-    return backends(is_cuda())
+    return staged_group.register() if shares_gpu() else backends(is_cuda())
 
 
 def backends(on_cuda: bool) -> str:

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -78,6 +78,28 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
             f"MASTER_PORT={info.master_port}: another program on this machine uses the port: set "
             "MASTER_PORT to a free one, or end that program"
         ) from error
+    if device.is_cuda() and not device.shares_gpu():
+        gpus: list[str] = [""] * info.world_size
+        dist.all_gather_object(gpus, device.gpu_uuid())
+        check_distinct(gpus)
+
+
+def check_distinct(gpus: Sequence[str]) -> None:
+    """Check that no two ranks have the same GPU, which NCCL refuses without naming the ranks.
+
+    Args:
+        gpus: UUID of each rank's GPU.
+
+    Raises:
+        ValueError: two have.
+    """
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if first.setdefault(gpu, rank) != rank:
+            raise ValueError(
+                f"ranks {first[gpu]} and {rank} have the same GPU ({gpu}): start as many ranks per "
+                "node as it has GPUs, or let ranks share them, slowly, with MPPO_SHARE_GPU=1"
+            )
 
 
 def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> Store:

@@ -36,7 +36,7 @@ SRUN = {
 PROBE = """
 import os, sys, time, torch, torch.distributed as dist
 from mppo.parallel.launch import discover, launcher_patience_s, parents_command
-from mppo.parallel.process_group import process_group
+from mppo.parallel.process_group import check_distinct, process_group
 info = discover()
 waits = launcher_patience_s(info, os.environ, parents_command())
 with process_group(info, 60):
@@ -188,3 +188,11 @@ def test_this_machine_is_seen_as_loopback_from_itself():
 
 def test_the_interface_towards_a_host_is_found():
     assert interface_towards("127.0.0.1") == "lo"
+
+
+def test_ranks_with_one_gpu_are_named():
+    check_distinct(["a", "b", "c"])
+    with pytest.raises(
+        ValueError, match=r"ranks 1 and 2 have the same GPU \(b\): .*MPPO_SHARE_GPU"
+    ):
+        check_distinct(["a", "b", "b"])

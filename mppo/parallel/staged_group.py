@@ -1,0 +1,173 @@
+"""A process group for ranks that share a GPU: gloo, with CUDA tensors staged through host memory.
+
+NCCL refuses two ranks on one GPU, and gloo has no messages and few collectives for CUDA tensors.
+Here each operation copies its tensors to the host, waits for the copy, runs gloo on the host's
+copies, and copies the results back when the caller waits for them. That is slow; it executes the
+CUDA code of every layout on a single GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "staged"
+"""Name of the backend in torch.distributed."""
+
+_COLLECTIVES = {
+    name: name
+    for name in (
+        "allgather",
+        "_allgather_base",
+        "allgather_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "scatter",
+    )
+} | {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+"""gloo's operations by the name that torch.distributed calls: torch 2.13 has new names for some. All
+write the tensors of their first argument."""
+
+
+class StagedWork:
+    """Handle of a started operation, like ``torch.distributed.Work``.
+
+    Args:
+        works: handles of gloo's operations.
+        results: pairs of a tensor and the host's copy with its result.
+    """
+
+    def __init__(self, works: Iterable[Any], results: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._works, self._results = list(works), list(results)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the operation and copy its results back."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        for tensor, copy in self._results:
+            tensor.detach().copy_(copy)  # a leaf may require its gradient
+        self._results.clear()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would not block."""
+        return all(work.is_completed() for work in self._works)
+
+
+class StagedGroup(dist.ProcessGroup):
+    """A process group of ranks that share a GPU.
+
+    Args:
+        store: store of the rendezvous.
+        rank: this rank in the group.
+        size: number of ranks.
+        timeout: after which an operation with a missing rank fails.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    @staticmethod
+    def stages(tensor: Tensor) -> bool:
+        """Whether gloo gets a copy of a tensor."""
+        return tensor.is_cuda
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._gloo
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing: operations start one by one."""
+
+    def _end_coalescing(self, device: torch.device) -> StagedWork:
+        return StagedWork(())
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StagedWork:
+        """Start to send; the tensors may be changed at once."""
+        copies = [self._copy(tensor) if self.stages(tensor) else tensor for tensor in tensors]
+        return StagedWork([self._gloo.send(copies, peer, tag)])
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Start a barrier."""
+        return self._gloo.barrier(*(() if opts is None else (opts,)))
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], *options: Any
+    ) -> StagedWork:
+        """Start several all-gathers."""
+        pairs = zip(outputs, inputs, strict=True)
+        return StagedWork([self._run("_allgather_base", *pair) for pair in pairs])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], *options: Any
+    ) -> StagedWork:
+        """Start several reduce-scatters."""
+        pairs = zip(outputs, inputs, strict=True)
+        return StagedWork([self._run("_reduce_scatter_base", *pair, *options) for pair in pairs])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @staticmethod
+    def _copy(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+
+    def _run(self, name: str, written: Any, *others: Any) -> StagedWork:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def staged(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [staged(part) for part in value]
+            if not (isinstance(value, Tensor) and self.stages(value)):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = value, self._copy(value)
+            return copies[id(value)][1]
+
+        hosted = staged(written)
+        results = list(copies.values())
+        work = getattr(self._gloo, name)(hosted, *(staged(value) for value in others))
+        return StagedWork([work], results)
+
+
+def _operation(name: str) -> Callable[..., StagedWork]:
+    def operation(self: StagedGroup, written: Any, *others: Any) -> StagedWork:
+        return self._run(name, written, *others)
+
+    return operation
+
+
+for _called, _name in _COLLECTIVES.items():
+    setattr(StagedGroup, _called, _operation(_name))
+
+
+def register(name: str = BACKEND, group: type[StagedGroup] = StagedGroup) -> str:
+    """Register the backend in torch.distributed; idempotent.
+
+    Args:
+        name: of the backend.
+        group: its kind of group.
+
+    Returns:
+        ``name``.
+    """
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, group, devices=["cpu", "cuda"])
+    return name
