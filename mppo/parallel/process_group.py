@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from mppo.parallel import device
 from mppo.parallel.addresses import interface_towards, resolves_to_loopback
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.launch import LaunchInfo
 
 _STORE_ATTEMPTS = 5
@@ -79,9 +80,7 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
             "MASTER_PORT to a free one, or end that program"
         ) from error
     if device.is_cuda() and not device.shares_gpu():
-        gpus: list[str] = [""] * info.world_size
-        dist.all_gather_object(gpus, device.gpu_uuid())
-        check_distinct(gpus)
+        check_distinct(all_gather_objects(device.gpu_uuid()))
 
 
 def check_distinct(gpus: Sequence[str]) -> None:

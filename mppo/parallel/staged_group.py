@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 BACKEND = "staged"
 """Name of the backend in torch.distributed."""
@@ -42,8 +43,16 @@ _COLLECTIVES = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
-"""gloo's operations by the name that torch.distributed calls: torch 2.13 has new names for some. All
-write the tensors of their first argument."""
+"""gloo's operations by the name that torch.distributed calls; torch 2.13 has new names for some.
+All write the tensors of their first argument."""
+
+_SEVERAL = {
+    "all_gather_single_coalesced": "_allgather_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}
+"""gloo's operation for each pair of two lists of tensors, likewise by the name that is called."""
 
 
 class StagedWork:
@@ -81,9 +90,9 @@ class StagedGroup(dist.ProcessGroup):
         timeout: after which an operation with a missing rank fails.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # its stub lacks this form
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     @staticmethod
     def stages(tensor: Tensor) -> bool:
@@ -96,34 +105,17 @@ class StagedGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing: operations start one by one."""
 
-    def _end_coalescing(self, device: torch.device) -> StagedWork:
+    def _end_coalescing(self, device: torch.device) -> Any:
         return StagedWork(())
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StagedWork:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Start to send; the tensors may be changed at once."""
         copies = [self._copy(tensor) if self.stages(tensor) else tensor for tensor in tensors]
-        return StagedWork([self._gloo.send(copies, peer, tag)])
+        return StagedWork([self._gloo.send(copies, dstRank, tag)])
 
     def barrier(self, opts: Any = None) -> Any:
         """Start a barrier."""
         return self._gloo.barrier(*(() if opts is None else (opts,)))
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *options: Any
-    ) -> StagedWork:
-        """Start several all-gathers."""
-        pairs = zip(outputs, inputs, strict=True)
-        return StagedWork([self._run("_allgather_base", *pair) for pair in pairs])
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], *options: Any
-    ) -> StagedWork:
-        """Start several reduce-scatters."""
-        pairs = zip(outputs, inputs, strict=True)
-        return StagedWork([self._run("_reduce_scatter_base", *pair, *options) for pair in pairs])
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @staticmethod
     def _copy(tensor: Tensor) -> Tensor:
@@ -154,8 +146,17 @@ def _operation(name: str) -> Callable[..., StagedWork]:
     return operation
 
 
-for _called, _name in _COLLECTIVES.items():
-    setattr(StagedGroup, _called, _operation(_name))
+def _several(name: str) -> Callable[..., StagedWork]:
+    def operations(self: StagedGroup, written: Any, read: Any, *others: Any) -> StagedWork:
+        pairs = zip(written, read, strict=True)
+        return StagedWork([self._run(name, *pair, *others) for pair in pairs])
+
+    return operations
+
+
+for _make, _names in ((_operation, _COLLECTIVES), (_several, _SEVERAL)):
+    for _called, _name in _names.items():
+        setattr(StagedGroup, _called, _make(_name))
 
 
 def register(name: str = BACKEND, group: type[StagedGroup] = StagedGroup) -> str:

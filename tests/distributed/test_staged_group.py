@@ -93,6 +93,12 @@ def operations(rank: int) -> dict[str, list[torch.Tensor]]:
             dist.reduce_scatter_tensor(output, whole, async_op=True)
     coalesced.wait()
     record("coalesced reduce_scatter_tensor", *outputs)
+    wholes = [torch.empty(8 * WORLD), torch.empty(8 * WORLD)]
+    with distributed_c10d._coalescing_manager(async_ops=True) as coalesced:
+        for whole, mine in zip(wholes, inputs):
+            dist.all_gather_into_tensor(whole, mine, async_op=True)
+    coalesced.wait()
+    record("coalesced all_gather_into_tensor", *wholes)
     objects = [None] * WORLD
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(WORLD)]
@@ -156,6 +162,7 @@ def test_every_operation_has_its_result(found):
             "coalesced reduce_scatter_tensor": [
                 factor * total[2 * rank : 2 * rank + 2] for factor in (1, 2)
             ],
+            "coalesced all_gather_into_tensor": [factor * torch.cat(own) for factor in (1, 2)],
         } | ({"reduce": [total]} if rank == 1 else {})
         assert here.keys() == wanted.keys()
         for name, tensors in wanted.items():

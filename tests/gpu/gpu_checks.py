@@ -10,29 +10,21 @@ all checks pass, 1 if one fails, 2 without 8 GPUs or SGLang.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from gpu_inputs import PROMPT_LENGTH, QUESTIONS
-from gpu_report import FAILED, Check, Mismatch, report_text, run_checks
+from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN, describe_machine
+from gpu_report import FAILED, Check, Mismatch, report_text, run_checks, selected
+from small_checks import Place, schedules, small_checks
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
 GPUS = 8
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-TRAIN = str(ROOT / "mppo" / "train.py")
-PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine", "flash-attn")
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 LARGEST_MISMATCH = 0.1
 """Largest mean difference, in nats, between log-probabilities of server and actor (bfloat16)."""
 MEMORY_TOLERANCE = 0.1
@@ -130,7 +122,7 @@ def training_check(name: str, folder: Path) -> Check:
         *training_keys(name, folder),
     )  # fmt: skip
     judge = partial(judge_training, run=f"run_{name}")
-    return Check(f"training {name}", "PPO with SGLang on the same GPUs", command, 420, judge=judge)
+    return Check(f"training {name}", "PPO with SGLang on the same GPUs", command, 1200, judge=judge)
 
 
 def simulation_check(name: str, folder: Path) -> Check:
@@ -152,7 +144,7 @@ def route_check(name: str, folder: Path, gpus: str) -> Check:
     )  # fmt: skip
     judge = partial(judge_training, run=f"run_{name}")
     shows = "weights reach a server on the training GPUs by this route"
-    return Check(f"route {name}", shows, command, 300, {"CUDA_VISIBLE_DEVICES": gpus}, judge=judge)
+    return Check(f"route {name}", shows, command, 900, {"CUDA_VISIBLE_DEVICES": gpus}, judge=judge)
 
 
 def route_keys(name: str, folder: Path) -> list[str]:
@@ -176,7 +168,7 @@ def distributed_check(folder: Path, port: int, secret: str) -> Check:
         "route distributed",
         "weights reach a server on another GPU by broadcast",
         (*TORCHRUN, "--nproc_per_node=2", TRAIN, "--config", config, *keys, urls),
-        300,
+        900,
         {"CUDA_VISIBLE_DEVICES": "0,1", **shared},
         beside=(
             sys.executable, "-m", "mppo.serve", "--empty", "--config", config,
@@ -187,29 +179,17 @@ def distributed_check(folder: Path, port: int, secret: str) -> Check:
     )  # fmt: skip
 
 
-def numbers_check(kind: str, folder: Path) -> Check:
-    """Tiny models in float32 on 4 ranks, on CPUs or on GPUs."""
-    command = (
-        *TORCHRUN, "--nproc_per_node=4", str(HERE / "gpu_numbers.py"), str(folder / "numbers")
-    )  # fmt: skip
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "tests", "tests/distributed"))
-    environment = {"MPPO_DEVICE": kind, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    shows, judge = "reference for the next check", None
-    if kind == "cuda":
-        shows, judge = "GPUs compute the numbers of CPUs", judge_numbers
-    return Check(f"numbers {kind}", shows, command, 240, environment, judge=judge)
-
-
 def all_stages(folder: Path, port: int, secret: str) -> list[list[Check]]:
-    """All checks; those of a stage run at the same time, on different GPUs or on CPUs."""
-    seam = (sys.executable, "-m", "pytest", "-q", "-rs", str(HERE))
+    """All checks, the most likely hang first; those of a stage run at the same time, on different
+    GPUs or on CPUs."""
     reduce = (*TORCHRUN, f"--nproc_per_node={GPUS}", str(ROOT / "slurm" / "allreduce.py"))
+    place = Place(folder, "cuda")
     pairs = [f"{2 * index},{2 * index + 1}" for index in range(len(ROUTES))]
     return [
-        [Check("device seam", "tests/gpu pass", seam, 240, judge=judge_pytest)],
-        [Check("all-reduce", "NCCL joins all GPUs", reduce, 120, judge=judge_all_reduce)],
-        [numbers_check("cpu", folder)],
-        [numbers_check("cuda", folder)],
+        [Check("all-reduce", "NCCL joins all GPUs", reduce, 180, judge=judge_all_reduce)],
+        [schedules(place, 4)],
+        [schedules(place, GPUS)],
+        *small_checks(place),
         [input_check("routes", folder)],
         [route_check(name, folder, gpus) for name, gpus in zip(ROUTES, pairs, strict=True)],
         [distributed_check(folder, port, secret)],
@@ -221,27 +201,10 @@ def all_stages(folder: Path, port: int, secret: str) -> list[list[Check]]:
     ]
 
 
-def judge_pytest(folder: Path) -> str:
-    """The summary of pytest's output."""
-    lines = (folder / "device_seam.log").read_text().splitlines()
-    return next(line for line in reversed(lines) if "passed" in line or "skipped" in line)
-
-
 def judge_all_reduce(folder: Path) -> str:
     """The line with time and bandwidth."""
     lines = (folder / "all-reduce.log").read_text().splitlines()
     return next(line for line in lines if line.startswith("preflight:"))
-
-
-def judge_numbers(folder: Path) -> str:
-    """Compare the numbers of CPUs and GPUs."""
-    from gpu_numbers import differences
-
-    files = [folder / "numbers" / f"{kind}.json" for kind in ("cuda", "cpu")]
-    largest, lines = differences(*(json.loads(file.read_text()) for file in files))
-    if lines:
-        raise Mismatch("; ".join(lines))
-    return f"largest difference {largest:.2f} of the tolerance"
 
 
 def steps_of(folder: Path, run: str) -> list[dict[str, float]]:
@@ -281,29 +244,6 @@ def judge_memory(folder: Path, name: str) -> str:
     return found
 
 
-def describe_machine() -> dict[str, str]:
-    """GPUs, driver and versions."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
-    commit = subprocess.run(
-        ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), capture_output=True, text=True
-    ).stdout.strip()
-
-    def version(package: str) -> str:
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            return f"no {package}"
-
-    return {
-        "date": datetime.now().isoformat(timespec="minutes"),
-        "host": platform.node(),
-        "commit": commit or "unknown",
-        "GPUs": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
-        "packages": ", ".join(map(version, PACKAGES)),
-    }
-
-
 def missing() -> str | None:
     """Why the checks cannot run on this machine; None: they can."""
     import torch
@@ -315,8 +255,9 @@ def missing() -> str | None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < GPUS:
         return f"torch sees {count} GPUs, but {GPUS} on one node are needed (see nvidia-smi)"
-    if importlib.util.find_spec("sglang") is None:
-        return 'SGLang is not installed: pip install "mppo[gpu]"'
+    for package, fix in (("sglang", 'pip install "mppo[gpu]"'), ("pytest", "pip install pytest")):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: {fix}"
     return None
 
 
@@ -350,15 +291,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{result.state:8} {result.check.name:20} {result.found}")
     print(f"report: {report}")
     return 1 if any(result.state == FAILED for result in results) else 0
-
-
-def selected(stages: list[list[Check]], names: Sequence[str] | None) -> list[list[Check]]:
-    """The checks whose names contain one of ``names``; None: all."""
-    chosen = [
-        [check for check in stage if names is None or any(name in check.name for name in names)]
-        for stage in stages
-    ]
-    return [stage for stage in chosen if stage]
 
 
 if __name__ == "__main__":

@@ -157,6 +157,15 @@ def _end(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
     process.wait()
 
 
+def selected(stages: list[list[Check]], names: Sequence[str] | None) -> list[list[Check]]:
+    """The checks whose names contain one of ``names``; None: all."""
+    chosen = [
+        [check for check in stage if names is None or any(name in check.name for name in names)]
+        for stage in stages
+    ]
+    return [stage for stage in chosen if stage]
+
+
 def report_text(machine: Mapping[str, str], results: Sequence[Result]) -> str:
     """The report in Markdown.
 

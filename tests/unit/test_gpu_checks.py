@@ -31,11 +31,9 @@ from gpu_checks import (  # noqa: E402
     SIZES,
     all_stages,
     judge_memory,
-    judge_numbers,
     judge_training,
     recipe_of,
     route_keys,
-    selected,
     training_keys,
 )
 from gpu_inputs import PROMPT_LENGTH, write_model, write_questions  # noqa: E402
@@ -47,7 +45,10 @@ from gpu_report import (  # noqa: E402
     Mismatch,
     report_text,
     run_checks,
+    selected,
 )
+from small_checks import Place, judge_numbers, small_checks  # noqa: E402
+from small_checks import judge_training as judge_small  # noqa: E402
 
 PYTHON = (sys.executable, "-c")
 SMALL = {
@@ -165,8 +166,50 @@ def test_checks_are_chosen_by_name(tmp_path):
     ]
     assert selected(stages, None) == stages
     assert not selected(stages, ["no such check"])
-    gpus = [c.environment["CUDA_VISIBLE_DEVICES"] for c in stages[5]]
+    routes = next(stage for stage in stages if stage[0].name.startswith("route"))
+    gpus = [c.environment["CUDA_VISIBLE_DEVICES"] for c in routes]
     assert sorted(",".join(gpus).split(",")) == [str(i) for i in range(GPUS)], "each GPU once"
+
+
+def test_one_gpu_is_shared_and_several_are_not(tmp_path):
+    (shared,) = selected(small_checks(Place(tmp_path, "cuda", share=True)), ["numbers cuda"])
+    (alone,) = selected(small_checks(Place(tmp_path, "cuda")), ["numbers cuda"])
+    assert shared[0].environment["MPPO_SHARE_GPU"] == "1"
+    assert "MPPO_SHARE_GPU" not in alone[0].environment
+    on_cpu = [check for (check,) in small_checks(Place(tmp_path, "cpu", share=True))]
+    assert all("MPPO_SHARE_GPU" not in check.environment for check in on_cpu)
+    assert sum(check.limit_s for check in on_cpu) == 120 * len(on_cpu)
+
+
+def test_a_small_run_is_compared_step_by_step(tmp_path):
+    def write(name: str, *losses: float) -> Path:
+        run = tmp_path / name
+        run.mkdir(exist_ok=True)
+        rows = [
+            {"step": step, "actor/grad_norm": 1.0, "actor/pg_loss": loss, "timing_s/step": 2.0}
+            for step, loss in enumerate(losses, 1)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run
+
+    reference = write("a", 0.1, 0.2, 0.3)
+    assert "6 numbers" in judge_small(tmp_path, write("b", 0.1, 0.2, 0.3), like=reference)
+    assert "gradient norm 1" in judge_small(tmp_path, reference)
+    with pytest.raises(Mismatch, match=r"steps \[1, 2\] instead of 1 to 3"):
+        judge_small(tmp_path, write("b", 0.1, 0.2), like=reference)
+    for wrong in (0.21, float("nan")):
+        with pytest.raises(Mismatch, match="step 2: actor/pg_loss is"):
+            judge_small(tmp_path, write("b", 0.1, wrong, 0.3), like=reference)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_small_script_ends_with_2(tmp_path):
+    run = subprocess.run(
+        [ROOT / "tests/gpu/one_gpu.sh", "--out", tmp_path / "out"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "MPPO_PYTHON": sys.executable},
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (2, "mppo: torch sees no GPU (see nvidia-smi)\n")
 
 
 def test_a_training_run_is_judged_by_the_difference_of_server_and_actor(tmp_path):

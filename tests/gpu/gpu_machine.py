@@ -1,0 +1,43 @@
+"""What the checks on GPUs run with: this repository, its launcher, and the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+TRAIN = str(ROOT / "mppo" / "train.py")
+PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-engine", "flash-attn")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def describe_machine() -> dict[str, str]:
+    """GPUs, driver and versions."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    gpus: list[str] = []
+    if shutil.which(query[0]):
+        gpus = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+    commit = subprocess.run(
+        ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), capture_output=True, text=True
+    ).stdout.strip()
+
+    def version(package: str) -> str:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"no {package}"
+
+    return {
+        "date": datetime.now().isoformat(timespec="minutes"),
+        "host": platform.node(),
+        "commit": commit or "unknown",
+        "GPUs": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
+        "packages": ", ".join(map(version, PACKAGES)),
+    }
