@@ -10,11 +10,13 @@ import torch.distributed as dist
 from mppo.config.schema import Recipe
 from mppo.models.configuration import DTYPES
 from mppo.parallel import device
-from mppo.rollout.engine import RolloutEngine
+from mppo.rollout.engine import RolloutEngine, sampling_seed
 from mppo.rollout.no_engine import NoEngine
 
 
-def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) -> RolloutEngine:
+def build_engine(
+    recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path, step: int = 0
+) -> RolloutEngine:
     """Build and start the engine ``rollout.name``; collective.
 
     Args:
@@ -22,6 +24,7 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
         folder: Hugging Face folder of the actor.
         hf_config: the actor's transformers config.
         run_dir: folder for the engine's logs.
+        step: steps that the run has done.
 
     Returns:
         The engine, without weights; one that cannot generate for ``trainer.replay``.
@@ -49,6 +52,7 @@ def build_engine(recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path) ->
             world=world,
             device=device.device(),
             run_dir=run_dir,
+            seed=sampling_seed(recipe.trainer.seed, step),
             routing=routing_shape(hf_config) if replays else None,
         )
     from mppo.rollout.local.engine import LocalEngine

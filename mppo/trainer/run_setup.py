@@ -101,7 +101,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
     scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
     stop_request.sync()
-    engine = _build_engine(recipe, agent, tokenizer, folder, read_config)
+    engine = _build_engine(recipe, agent, tokenizer, folder, read_config, run_folder)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
     partial_responses = PartialResponses()
@@ -150,11 +150,13 @@ def _build_engine(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     read_config: Callable[[Path], Any],
+    run_folder: RunFolder,
 ) -> RolloutEngine:
     """Start the rollout engine, with the agent if there is one. Collective."""
+    step = 0 if run_folder.found is None else run_folder.found.manifest.step
     with phase("starting the rollout engine"):
         companion, run_dir = companion_folder(folder), recipe.trainer.run_dir
-        engine = build_engine(recipe, companion, read_config(folder), run_dir)
+        engine = build_engine(recipe, companion, read_config(folder), run_dir, step)
         return with_agent(engine, agent, recipe, tokenizer)
 
 

@@ -199,6 +199,19 @@ def _gap(engine, role) -> tuple[float, int]:
     return gap.max().item(), len(gap)
 
 
+def _first_samples(engine) -> list[list[list[int]]]:
+    """Samples of one prompt that each server generates in one batch, before it serves others."""
+    from mppo.parallel.collectives import all_gather_objects
+    from mppo.rollout.sglang.api import MEMORY_TAGS
+
+    engine.fleet.wake(MEMORY_TAGS)
+    mine = [
+        [answer.tokens.tolist() for answer in api.generate([[3, 4, 5]] * 16, {"max_new_tokens": 8})]
+        for api in engine.fleet.apis.values()
+    ]
+    return [samples for part in all_gather_objects(mine) for samples in part]
+
+
 def _role(folder: Path, family: str, layout: dict[str, int], registry, world: int):
     """The actor of a family in a layout."""
     from transformers import AutoConfig
@@ -232,7 +245,7 @@ def _run(rank: int, folder: Path, ranks: str, address: str) -> None:
     from mppo.parallel.groups import GroupRegistry
 
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=world)
-    registry, gaps = GroupRegistry(), []
+    registry, gaps, samples = GroupRegistry(), [], []
     try:
         for case, engine in _engines(rank, folder, ranks):
             versions = count()
@@ -240,27 +253,31 @@ def _run(rank: int, folder: Path, ranks: str, address: str) -> None:
                 role = _role(folder, case.family, layout, registry, world)
                 for mode in _modes(layout, case.layouts):
                     moved = _update(engine, role, mode, next(versions))
+                    if case.servers > 1 and not samples:
+                        samples = _first_samples(engine)
                     gaps.append((case.name, layout, mode, moved, *_gap(engine, role)))
             connect = partial(_engine, folder, case, rank, world)
             again = _again(engine, role, versions, connect)
             gaps += [(case.name, layout, *found) for found in again]
             if case.servers > 1:
                 moved = _after_a_kill(engine, role, next(versions))
+                samples += _first_samples(engine)
                 gaps.append(("killed", None, "delta", moved, *_gap(engine, role)))
         if rank == 0:
-            (folder / "gaps.json").write_text(json.dumps(gaps))
+            found = {"gaps": gaps, "samples": samples}
+            (folder / "found.json").write_text(json.dumps(found))
     finally:
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def gaps_of(tmp_path_factory) -> Callable[[str], list]:
+def found_with(tmp_path_factory) -> Callable[[str], dict[str, list]]:
     """The results with servers of a given number of ranks."""
     import transformers
 
-    found: dict[str, list] = {}
+    found: dict[str, dict[str, list]] = {}
 
-    def of(ranks: str) -> list:
+    def of(ranks: str) -> dict[str, list]:
         if ranks not in found:
             folder = tmp_path_factory.mktemp(f"servers_of_{ranks}")
             for family in {case.family for case in CASES[ranks]}:
@@ -268,15 +285,15 @@ def gaps_of(tmp_path_factory) -> Callable[[str], list]:
                 model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
                 model.save_pretrained(folder / family)
             start_ranks(_run, (folder, ranks, os.environ[ADDRESS]), WORLD[ranks])
-            found[ranks] = json.loads((folder / "gaps.json").read_text())
+            found[ranks] = json.loads((folder / "found.json").read_text())
         return found[ranks]
 
     return of
 
 
 @pytest.mark.parametrize(("ranks", "case"), EACH)
-def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
-    found = [gap for gap in gaps_of(ranks) if gap[0] == case.name]
+def test_engine_and_actor_agree(found_with, ranks: str, case: Served) -> None:
+    found = [gap for gap in found_with(ranks)["gaps"] if gap[0] == case.name]
     layouts = case.layouts
     expected = [[layout, mode] for layout in layouts for mode in _modes(layout, layouts)]
     expected += [[layouts[-1], mode] for mode in AGAIN]
@@ -287,9 +304,9 @@ def test_engine_and_actor_agree(gaps_of, ranks: str, case: Served) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "case"), EACH)
-def test_slices_are_not_sent_more_often_than_needed(gaps_of, ranks: str, case: Served) -> None:
+def test_slices_are_not_sent_more_often_than_needed(found_with, ranks: str, case: Served) -> None:
     moved: dict[str, list[dict[str, float]]] = {mode: [] for mode in (*MODES, *AGAIN)}
-    for _, _, mode, bytes_, *_ in (gap for gap in gaps_of(ranks) if gap[0] == case.name):
+    for _, _, mode, bytes_, *_ in (gap for gap in found_with(ranks)["gaps"] if gap[0] == case.name):
         moved[mode].append({key.rsplit("/", 1)[1]: value for key, value in bytes_.items()})
     share = case.servers / WORLD[ranks]
     for everything in moved["sliced"]:
@@ -302,8 +319,15 @@ def test_slices_are_not_sent_more_often_than_needed(gaps_of, ranks: str, case: S
     assert moved["delta"][0]["crossing"] <= 0.6 * everything["crossing"]
 
 
-def test_a_restarted_server_gets_all_weights(gaps_of) -> None:
-    ((*_, moved, gap, tokens),) = (gap for gap in gaps_of("1") if gap[0] == "killed")
+def test_a_restarted_server_gets_all_weights(found_with) -> None:
+    ((*_, moved, gap, tokens),) = (gap for gap in found_with("1")["gaps"] if gap[0] == "killed")
     assert tokens > 50
     assert gap < TOLERANCE
     assert moved["rollout/sync_bytes/sent"] >= moved["rollout/sync_bytes/total"]
+
+
+def test_servers_never_repeat_each_others_samples_nor_their_own_after_a_restart(found_with) -> None:
+    samples = found_with("1")["samples"]
+    assert len(samples) == 4, "two servers, started twice"
+    assert all(len(tokens) == 8 for each in samples for tokens in each)
+    assert len({tuple(tokens) for each in samples for tokens in each}) == 4 * 16

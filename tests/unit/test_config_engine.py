@@ -37,6 +37,14 @@ REFUSED = {
         DENSE, ['rollout.server_args={"custom-weight-loader": ["x.load"]}'],
         "rollout.server_args.custom_weight_loader", "is set by mppo",
     ),
+    "one random seed for all servers": (
+        DENSE, ["rollout.server_args={random-seed: 7}"],
+        "rollout.server_args.random_seed", "is set by mppo",
+    ),
+    "replicas with one random seed": (
+        DENSE, ["rollout.server_args={dp-size: 2}"],
+        "rollout.server_args.dp_size", "draw equal random numbers",
+    ),
     "a server that cannot sleep": (
         DENSE, ["rollout.server_args={enable-memory-saver: false}"],
         "rollout.server_args.enable_memory_saver", "could release nothing",

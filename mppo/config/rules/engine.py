@@ -139,11 +139,16 @@ _SET_BY_MPPO = {
     **dict.fromkeys(
         ("tp", "tp_size", "tensor_parallel_size"), "set rollout.tensor_model_parallel_size"
     ),
+    "random_seed": "set trainer.seed, from which each start of a server gets a seed of its own",
     "custom_weight_loader": "leave it out: weights arrive through mppo's own loader",
     "json_model_override_args": "edit config.json in model.path, which the actor reads too",
     **dict.fromkeys(("ep", "ep_size", "expert_parallel_size"), "set rollout.expert_parallel_size"),
 }
 """SGLang options that mppo sets from other keys, each with the fix."""
+
+
+_REPLICAS = ("dp_size", "data_parallel_size", "dp")
+"""SGLang's names for the number of data-parallel replicas within one server."""
 
 
 def sglang_options(server_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +163,22 @@ def server_options_do_not_repeat_keys(context: RuleContext) -> Iterator[ConfigIs
         if name in _SET_BY_MPPO:
             yield ConfigIssue(
                 f"rollout.server_args.{name}", value, "is set by mppo", _SET_BY_MPPO[name]
+            )
+
+
+@rule("rollout.server_args", "rollout.urls", "rollout.name")
+def servers_have_one_replica(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The data-parallel replicas of one SGLang server start with the same random seed."""
+    rollout = context.recipe.rollout
+    given = sglang_options(rollout.server_args)
+    for name in _REPLICAS:
+        if rollout.name == "sglang" and not rollout.urls and given.get(name, 1) != 1:
+            yield ConfigIssue(
+                f"rollout.server_args.{name}",
+                given[name],
+                "replicas within one SGLang server draw equal random numbers, so samples of a "
+                "prompt repeat",
+                "leave it out; rollout.servers sets the number of servers, each with its own seed",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,10 +136,13 @@ class SGLangApi:
             return None
         return True
 
-    def weight_loaders(self) -> tuple[str, ...]:
-        """Names of the custom weight loaders that the server was started with."""
-        stated = self.client.get("/server_info").get("custom_weight_loader")
-        return tuple(stated or ())
+    def options(self) -> Mapping[str, Any]:
+        """The options that the server was started with; empty if it does not tell them."""
+        try:
+            stated = self.client.get("/server_info")
+        except RequestRefused:
+            return {}
+        return stated if isinstance(stated, dict) else {}
 
     def generate(
         self,

@@ -54,6 +54,7 @@ class SGLangEngine:
         device: the device of the stream's tensors.
         run_dir: for logs, option files and weights synced by disk.
         group: process group of the ranks; None is the default one.
+        seed: seed of the random seeds of servers that mppo starts.
         routing: shape of the routed experts that trajectories carry; None: they carry none.
         make_server: makes the process of a server, as ``own_server`` does.
         give_back: returns this rank's unused memory to the device.
@@ -78,6 +79,7 @@ class SGLangEngine:
         device: torch.device | str = "cpu",
         run_dir: Path,
         group: dist.ProcessGroup | None = None,
+        seed: int = 0,
         routing: RoutingShape | None = None,
         make_server: Callable[..., ServerProcess] = own_server,
         give_back: Callable[[], None] = give_back_memory,
@@ -96,7 +98,7 @@ class SGLangEngine:
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         place = (rank, world, self._device, folder, group)
-        self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server)
+        self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed)
         self._memory = MemoryHandover(self.fleet, world, group, give_back)
         self._requests = Requests(self.fleet, self._restore, rank, world, group)
         self._transport = make_transport(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from mppo.rollout.sglang.server_options import (
     own_server,
     server_environment,
     server_options,
+    server_seed,
+    shared_randomness,
     sleeping_environment,
 )
 from mppo.rollout.sglang.server_process import ServerError, ServerProcess
@@ -54,6 +57,7 @@ class Fleet:
         folder: for logs and option files, in the run folder.
         group: process group of the ranks; None is the default one.
         make_server: makes the process of a server, as ``own_server`` does.
+        seed: seed of the random seeds of mppo's own servers.
 
     Attributes:
         count: number of servers.
@@ -76,6 +80,7 @@ class Fleet:
         folder: Path,
         group: dist.ProcessGroup | None,
         make_server: Callable[..., ServerProcess] = own_server,
+        seed: int = 0,
     ) -> None:
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self.run_dir = folder.parent
@@ -89,6 +94,9 @@ class Fleet:
         self.key = self._agreed_key()
         self.lost: dict[int, str] = {}
         self._asleep: dict[int, set[str]] = {}
+        self._seed, self._starts = seed, [0] * self.count
+        self._external: dict[str, Mapping[str, Any]] = {}
+        self._warned: set[str] = set()
         self._apis: dict[int, SGLangApi] = {}
         self.processes: dict[int, ServerProcess] = {}
         if not rollout.urls:
@@ -139,6 +147,7 @@ class Fleet:
                 folder=folder,
                 start_timeout_s=self._rollout.start_timeout_s,
                 broadcasts=self._rollout.sync == "distributed",
+                random_seed=partial(self._random_seed, server),
             )
 
     def _gpus(self) -> dict[int, list[int]]:
@@ -210,7 +219,19 @@ class Fleet:
             error = f"rank {self._rank}: {caught}"
         wait_for_ranks(self._world, self._group)
         raise_on_any_rank(error, self._world, self._group)
+        if self._rollout.urls:
+            self._check_external_seeds()
         return new
+
+    def _check_external_seeds(self) -> None:
+        """Warn of servers that draw the random numbers of others; collective."""
+        everyone = all_gather_objects(self._external, self._world, self._group)
+        options = {url: each for part in everyone for url, each in part.items()}
+        for text in shared_randomness(options) if self._rank == 0 else ():
+            if text not in self._warned:
+                self._warned.add(text)
+                print(f"mppo: warning: {text}", flush=True)
+                append_event(self.run_dir, RunEvent("warning", None, redact_text(text)))
 
     def missing(self) -> list[int]:
         """Servers of this rank that must be started or connected to."""
@@ -226,8 +247,13 @@ class Fleet:
             text = f"restarting {process.name}: {self.lost[server]}"
             print(f"mppo: {text}", flush=True)
             append_event(self.run_dir, RunEvent("engine", None, redact_text(text)))
+            self._starts[server] += 1
         process.stop()
+        process.write_log(f"{process.name} starts with random_seed {self._random_seed(server)}")
         process.start()
+
+    def _random_seed(self, server: int) -> int:
+        return server_seed(self._seed, server, self._starts[server])
 
     def _connected(self, server: int) -> SGLangApi:
         """A client to a server that answers, takes the key and computes the actor's model."""
@@ -256,12 +282,15 @@ class Fleet:
                 f"the server at {api.url} (rollout.urls) refuses the key in {API_KEY_VARIABLE}: "
                 "set that variable to the server's api_key"
             )
-        if self._model_type in OWN_CLASSES and LOADER not in api.weight_loaders():
+        options = api.options()
+        loaders = options.get("custom_weight_loader") or ()
+        if self._model_type in OWN_CLASSES and LOADER not in loaders:
             raise ServerError(
                 f"the server at {api.url} (rollout.urls) computes another model than the actor: "
                 f"SGLang's own class for {self._model_type} {OWN_CLASSES[self._model_type]}; start "
                 "the server with python -m mppo.serve, which gives it mppo's class"
             )
+        self._external[api.url] = {name: options.get(name) for name in ("random_seed", "dp_size")}
         return api
 
     @property

@@ -121,7 +121,7 @@ class JsonClient:
                 connection.request(method, self._parts.path + path, body, self._headers)
                 answer = connection.getresponse()
                 text = read_body(answer, MAX_ANSWER_BYTES)
-            except (http.client.RemoteDisconnected, BrokenPipeError) as error:
+            except (ConnectionResetError, BrokenPipeError) as error:
                 # the server may have closed a kept-alive connection: try once with a new one
                 connection.close()
                 if not reused:

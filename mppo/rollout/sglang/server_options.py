@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.safety.temporary import own_folder, private_file
 
 HOST = "127.0.0.1"
+_SEEDS = 1 << 31
+"""Numbers that torch, numpy and SGLang all take as a seed."""
 _LONGEST_SOCKET_FOLDER = 90
 """Characters; the path of a Unix socket in the folder may have 107."""
 _CPU_OPTIONS: dict[str, Any] = {
@@ -89,7 +93,7 @@ def server_options(
         sleeps: the server releases its memory while its GPUs train.
 
     Returns:
-        Options without host, port and key.
+        Options without host, port, key and random seed.
     """
     options: dict[str, Any] = {
         "model_path": model_path,
@@ -99,7 +103,6 @@ def server_options(
         "load_format": "auto" if with_weights else "dummy",
         "skip_tokenizer_init": not with_weights,
         "log_level": "warning",
-        "random_seed": 0,
     }
     settings = sglang_settings(hf_config)
     if settings:
@@ -174,6 +177,7 @@ def own_server(
     folder: Path,
     start_timeout_s: float,
     broadcasts: bool = False,
+    random_seed: Callable[[], int] | None = None,
 ) -> ServerProcess:
     """A server process, not yet started.
 
@@ -185,12 +189,16 @@ def own_server(
         folder: for the log.
         start_timeout_s: longest time until the server answers, in seconds.
         broadcasts: the server receives weights by ``rollout.sync=distributed``.
+        random_seed: called at each start, returns the seed of SGLang's random numbers; None: SGLang
+            draws one.
     """
 
     def command(port: int) -> list[str]:
         # SGLang would pick this port from the ephemeral range, long before it listens on it
-        ports = {"nccl_port": free_port(), **options, "port": port}
-        return launch_command({**ports, "host": HOST, "api_key": api_key})
+        given = {"nccl_port": free_port(), **options, "port": port}
+        if random_seed is not None:
+            given["random_seed"] = random_seed()
+        return launch_command({**given, "host": HOST, "api_key": api_key})
 
     return ServerProcess(
         name=f"SGLang server {index}",
@@ -208,3 +216,43 @@ def is_ours(api: SGLangApi) -> bool:
         return api.is_up() and api.accepts_key() is True
     except RequestRefused:
         return False
+
+
+def server_seed(seed: int, server: int, start: int) -> int:
+    """SGLang's random seed for a start of a server; the servers of one start have distinct seeds.
+
+    Servers with equal seeds return equal samples of equal prompts. One that starts again must not
+    repeat its random numbers either.
+
+    Args:
+        seed: of all servers of the run.
+        server: its index.
+        start: how often it was started before.
+    """
+    digest = hashlib.sha256(f"{seed} {start}".encode()).digest()
+    return (int.from_bytes(digest[:8], "big") + server) % _SEEDS
+
+
+def shared_randomness(options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Warnings about servers that draw equal random numbers.
+
+    Args:
+        options: ``random_seed`` and ``dp_size`` of each server by its URL; None: not told.
+    """
+    of_seed: defaultdict[int, list[str]] = defaultdict(list)
+    for url, given in sorted(options.items()):
+        if isinstance(given["random_seed"], int):
+            of_seed[given["random_seed"]].append(url)
+    again = "samples of a prompt repeat"
+    found = [
+        f"the servers at {', '.join(urls)} (rollout.urls) have the same random_seed {seed}, so "
+        f"{again}: start each with another --random-seed, or without"
+        for seed, urls in of_seed.items()
+        if len(urls) > 1
+    ]
+    return found + [
+        f"the server at {url} (rollout.urls) has {given['dp_size']} replicas (dp_size) of one "
+        f"random_seed, so {again}: start a server for each instead"
+        for url, given in sorted(options.items())
+        if isinstance(given["dp_size"], int) and given["dp_size"] > 1
+    ]

@@ -104,6 +104,12 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    def write_log(self, line: str) -> None:
+        """Append a line of mppo's own to the log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as log:
+            log.write(f"mppo: {line}\n")
+
     def wait_until_up(self) -> None:
         """Wait until the server answers; restart it if it is killed meanwhile.
 
