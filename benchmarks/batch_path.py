@@ -74,22 +74,28 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
     from mppo.rollout.sglang import answers
 
     if hasattr(answers, "gather_answers"):
+        from mppo.rollout.sglang.api import SGLangApi
         from mppo.safety.bounded_http import parse_answer
+
+        api = SGLangApi("http://127.0.0.1:1", None, 1.0)
+
+        def parsed(text: bytes) -> list[Any]:
+            return [api._generated(answer) for answer in parse_answer(text)]
 
         def gathered(mine: dict[int, Any], request: Any) -> list[Any]:
             found = answers.gather_answers(mine, request, 3, {}, None, 1, None)
             return [found[row] for row in sorted(found)]
 
-        return parse_answer, gathered
+        return parsed, gathered
 
     from mppo.responses import Responses
-    from mppo.rollout.sglang.token_text import parse_generated
+    from mppo.rollout.sglang.server_response import read_responses
 
     def added(mine: dict[int, Any], request: Any) -> list[Any]:
         found = answers.add_answers(Responses({}, {}), mine, request, None, 1, None)
         return found.trajectories
 
-    return parse_generated, added
+    return read_responses, added
 
 
 def measure(millions: float) -> dict[str, float]:
@@ -136,18 +142,16 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
         from mppo import packed_batch as module
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.sglang.api import SGLangApi
 
     parse, trajectories_of = functions()
     prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
     request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
-    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
     spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
     times = [time.process_time()]
 
     mine: dict[int, Any] = {}
     for index in range(count):
-        answers = [api._generated(answer) for answer in parse(bodies[index % BODIES])]
+        answers = parse(bodies[index % BODIES])
         mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
     times.append(time.process_time())
     found = trajectories_of(mine, request)

@@ -49,19 +49,15 @@ def token_bytes(batch: Any) -> int:
 
 def receive(request: Any, rank: int, world: int) -> dict[int, Any]:
     """Parse the answers to this rank's prompts."""
-    from mppo.rollout.sglang.api import SGLangApi
-    from mppo.rollout.sglang.token_text import parse_generated
+    from mppo.rollout.sglang.server_response import read_responses
 
-    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
     random = np.random.default_rng(0)
     bodies = [body(random) for _ in range(min(BODIES, len(request.prompts)))]
     start = time.process_time()
     mine: dict[int, Any] = {}
     for index in range(rank, len(request.prompts), world):
-        answers = [
-            api._generated(answer) for answer in parse_generated(bodies[index % len(bodies)])
-        ]
-        mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
+        answers = enumerate(read_responses(bodies[index % len(bodies)]))
+        mine.update({index * SAMPLES + sample: answer for sample, answer in answers})
     mine[-1] = time.process_time() - start
     return mine
 

@@ -19,9 +19,8 @@ from mppo.models.microbatch import cut
 from mppo.responses import Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.answers import add_answers
-from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.routed_experts import RoutingShape
-from mppo.rollout.sglang.token_text import parse_generated
+from mppo.rollout.sglang.server_response import read_responses
 from mppo.trainer.advantages import estimate
 from mppo.trainer.losses import policy_targets, value_targets
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
@@ -55,8 +54,7 @@ def body(length: int) -> bytes:
 
 def micro_batches(text: bytes) -> list[object]:
     """What a rank keeps of one answer, from its text to the micro-batches of an update."""
-    api = SGLangApi("http://127.0.0.1:1", None, 1.0)
-    answers = {i: api._generated(answer) for i, answer in enumerate(parse_generated(text))}
+    answers = dict(enumerate(read_responses(text)))
     prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
     request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
     responses = add_answers(Responses({}, {}), answers, request, ROUTING, 1, None)

@@ -13,9 +13,9 @@ from mppo.response_moves import bring_responses
 from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import gather_rows, joined
-from mppo.rollout.sglang.api import ServerResponse
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts, routed_tokens
+from mppo.rollout.sglang.server_response import ServerResponse
 
 
 def complete_prompts(rows: Mapping[int, ResponseRow], request: GenerationRequest) -> list[int]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from mppo.batch import Prompt, Trajectory
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
-from mppo.rollout.sglang.token_text import ENTRIES, IDS, parse_generated
+from mppo.rollout.sglang.server_response import ServerResponse, read_responses
 from mppo.safety.bounded_http import parse_answer
 
 _QUICK_S = 5.0
@@ -23,34 +18,6 @@ _IDLE_POLL_S = 0.05
 WEIGHTS, KV_CACHE, CUDA_GRAPHS = "weights", "kv_cache", "cuda_graph"
 MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPHS)
 """SGLang's names for the parts of its memory that it can release."""
-
-
-@dataclass(frozen=True)
-class ServerResponse:
-    """One response as the server returned it.
-
-    ``tokens`` int32 and ``logprobs`` float32 ``[L]``. ``reason``: ``stop``, ``length`` or
-    ``abort``. ``routed_experts``: int32 values, layer by layer for each routed token; None if not
-    requested.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    reason: str
-    weight_version: str
-    routed_experts: bytes | None = None
-
-    def with_final_reason(self, stop_tokens: Collection[int]) -> ServerResponse:
-        """The response, with reason ``stop`` if it was aborted just after a stop token."""
-        ended = len(self.tokens) and int(self.tokens[-1]) in stop_tokens
-        if self.reason == "abort" and ended:
-            return replace(self, reason="stop")
-        return self
-
-    def trajectory(self, prompt: Prompt) -> Trajectory:
-        """The response to ``prompt`` as a trajectory, without routed experts."""
-        version = int(self.weight_version)
-        return Trajectory(prompt, self.tokens, self.logprobs, self.reason, version)
 
 
 def sampling_parameters(
@@ -158,8 +125,8 @@ class SGLangApi:
             routed_experts: return the routed experts of each token.
 
         Raises:
-            ServerLost: no answer, or the server failed to finish a response; all responses of the
-                call are lost.
+            ServerLost: no answer, one of another form, or the server failed to finish a response;
+                all responses of the call are lost.
         """
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -168,23 +135,17 @@ class SGLangApi:
         }
         if routed_experts:
             body["return_routed_experts"] = True
-        return [self._generated(answer) for answer in self._generate(body, parse_generated)]
-
-    def _generated(self, answer: dict[str, Any]) -> ServerResponse:
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]
-        if reason["type"] not in ("stop", "length", "abort"):
-            raise ServerLost(self.url, f"gave up on a response: {reason}")
-        count, (tokens, logprobs) = answer[IDS], meta[ENTRIES]
-        if count != len(logprobs):
-            raise ServerLost(self.url, f"{count} tokens with {len(logprobs)} log-probabilities")
-        version = str(meta.get("weight_version", ""))
-        experts = meta.get("routed_experts")
-        decoded = base64.b64decode(experts) if experts else None
-        return ServerResponse(tokens, logprobs, reason["type"], version, decoded)
+        found = self._generate(body, read_responses) or []
+        if len(found) != len(prompts):
+            raise ServerLost(self.url, f"returned {len(found)} responses to {len(prompts)} prompts")
+        return found
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token but the first, at temperature 1."""
+        """Log-probability of every token but the first, at temperature 1; NaN: not finite.
+
+        Raises:
+            ServerLost: no answer, or one of another form.
+        """
         body = {
             "input_ids": [list(sequence) for sequence in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -192,7 +153,15 @@ class SGLangApi:
             "logprob_start_len": 0,
         }
         answers = self._generate(body)
-        return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
+        try:
+            found = [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
+            values = [[math.nan if v is None else float(v) for v in row] for row in found]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerLost(self.url, f"returned no log-probabilities: {error!r}") from error
+        expected = [len(sequence) - 1 for sequence in sequences]
+        if [len(row) for row in values] != expected:
+            raise ServerLost(self.url, "returned log-probabilities of other sequences")
+        return values
 
     def abort_all(self) -> None:
         """Abort every running request; each returns its tokens with reason ``abort``."""

@@ -92,7 +92,7 @@ class SGLangEngine:
             rollout = rollout.model_copy(update={"server_args": arguments})
         self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
         self._device, folder = torch.device(device), run_dir / "rollout"
-        self._stops = stop_tokens(hf_folder, hf_config)
+        self._stops, self._vocab_size = stop_tokens(hf_folder, hf_config), hf_config.vocab_size
         self._version: int | None = None
         self._pending: SGLangGeneration | None = None
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
@@ -284,7 +284,7 @@ class SGLangEngine:
         self._wait()
         stops = tuple(sorted({*self._stops, *request.sampling.stop_token_ids}))
         self._pending = SGLangGeneration(
-            request, stops, self._routing, self._requests, self._rollout
+            request, stops, self._vocab_size, self._routing, self._requests, self._rollout
         )
         return self._pending
 

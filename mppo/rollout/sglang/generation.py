@@ -12,11 +12,12 @@ from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import joined, left_over
 from mppo.rollout.sglang.answers import add_answers, complete_prompts, take_up
-from mppo.rollout.sglang.api import ServerResponse, SGLangApi, sampling_parameters
+from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
 from mppo.rollout.sglang.requests import Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
+from mppo.rollout.sglang.server_response import ServerResponse
 from mppo.rollout.sglang.straggler_abort import StragglerAbort
 
 _JOBS_PER_SERVER = 32
@@ -28,6 +29,7 @@ class SGLangGeneration:
     Args:
         request: the responses to generate.
         stop_tokens: tokens that end a response.
+        vocab_size: of the model.
         routing: shape of the routed experts in each response; None: none.
         requests: sends jobs to the servers.
         rollout: the recipe's section; with ``partial_rollout``, aborted responses are continued by
@@ -38,11 +40,13 @@ class SGLangGeneration:
         self,
         request: GenerationRequest,
         stop_tokens: tuple[int, ...],
+        vocab_size: int,
         routing: RoutingShape | None,
         requests: Requests,
         rollout: RolloutConfig,
     ) -> None:
         self._request, self._stop_tokens, self._routing = request, stop_tokens, routing
+        self._vocab_size = vocab_size
         self._requests, self._rollout = requests, rollout
         self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
         self._found = self._resumed()
@@ -131,6 +135,9 @@ class SGLangGeneration:
             parameters.append(sampling_parameters(request.sampling, limit, self._stop_tokens))
         answers = api.generate(texts, parameters, self._routing is not None)
         _check_answers(api.url, answers, self._version, may_abort=stragglers.reached.is_set())
+        for answer, given in zip(answers, parameters, strict=True):
+            if fault := answer.fault(given["max_new_tokens"], self._vocab_size):
+                raise ServerLost(api.url, fault)
         answers = [a.with_final_reason(self._stop_tokens) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if request.on_response is not None:

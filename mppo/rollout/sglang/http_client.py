@@ -176,5 +176,5 @@ class JsonClient:
             return parse(text)
         except ValueError as error:
             raise ServerLost(
-                self.url, f"{path}: the answer is not JSON ({error}): {shown()}"
+                self.url, f"{path}: the answer is unusable ({error}): {shown()}"
             ) from error
