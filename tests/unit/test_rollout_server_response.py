@@ -106,7 +106,7 @@ FAULTY = {
     "text": (b"Success", "returned 0 responses"),
     "numbers": (b"[3, 4]", "not a response with tokens"),
     "a finish reason of null": (_set(finish_reason=None), "finish_reason is None"),
-    "a finish reason of its own": (_set(finish_reason={"type": "gave up"}), "finish_reason is .*gave up"),
+    "a finish reason of its own": (_set(finish_reason={"type": "sleepy"}), "finish_reason.*sleepy"),
     "too many tokens": (_tokens([-0.5] * 6, [3] * 6), "returned 6 tokens, 5 were asked for"),
     "a probability above 1": (
         _tokens([-0.5, 0.25], [3, 4]), r"a probability above 1 \(log-probability 0.25\)"
