@@ -89,13 +89,13 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
         return parsed, gathered
 
     from mppo.responses import Responses
-    from mppo.rollout.sglang.server_response import read_responses
+    from mppo.rollout.sglang.server_response import parse_responses
 
     def added(mine: dict[int, Any], request: Any) -> list[Any]:
         found = answers.add_answers(Responses({}, {}), mine, request, None, 1, None)
         return found.trajectories
 
-    return read_responses, added
+    return parse_responses, added
 
 
 def measure(millions: float) -> dict[str, float]:

@@ -49,14 +49,14 @@ def token_bytes(batch: Any) -> int:
 
 def receive(request: Any, rank: int, world: int) -> dict[int, Any]:
     """Parse the answers to this rank's prompts."""
-    from mppo.rollout.sglang.server_response import read_responses
+    from mppo.rollout.sglang.server_response import parse_responses
 
     random = np.random.default_rng(0)
     bodies = [body(random) for _ in range(min(BODIES, len(request.prompts)))]
     start = time.process_time()
     mine: dict[int, Any] = {}
     for index in range(rank, len(request.prompts), world):
-        answers = enumerate(read_responses(bodies[index % len(bodies)]))
+        answers = enumerate(parse_responses(bodies[index % len(bodies)]))
         mine.update({index * SAMPLES + sample: answer for sample, answer in answers})
     mine[-1] = time.process_time() - start
     return mine

@@ -20,7 +20,7 @@ from mppo.responses import Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.answers import add_answers
 from mppo.rollout.sglang.routed_experts import RoutingShape
-from mppo.rollout.sglang.server_response import read_responses
+from mppo.rollout.sglang.server_response import parse_responses
 from mppo.trainer.advantages import estimate
 from mppo.trainer.losses import policy_targets, value_targets
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
@@ -54,7 +54,7 @@ def body(length: int) -> bytes:
 
 def micro_batches(text: bytes) -> list[object]:
     """What a rank keeps of one answer, from its text to the micro-batches of an update."""
-    answers = dict(enumerate(read_responses(text)))
+    answers = dict(enumerate(parse_responses(text)))
     prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
     request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
     responses = add_answers(Responses({}, {}), answers, request, ROUTING, 1, None)

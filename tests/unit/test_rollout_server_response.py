@@ -25,7 +25,7 @@ from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.requests import Requests
-from mppo.rollout.sglang.server_response import ServerResponse, read_responses
+from mppo.rollout.sglang.server_response import ServerResponse, parse_responses
 
 VOCABULARY, LIMIT = 100, 5
 
@@ -38,7 +38,7 @@ def answer(logprobs: list[float | None], ids: list[int], **extra: Any) -> dict[s
 
 
 def read(answers: Any) -> list[ServerResponse]:
-    return read_responses(json.dumps(answers).encode())
+    return parse_responses(json.dumps(answers).encode())
 
 
 FLOATS = st.floats(-700.0, 0.0, width=32) | st.floats(-(2.0**-20), 0.0, width=32)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
-from mppo.rollout.sglang.server_response import ServerResponse, read_responses
+from mppo.rollout.sglang.server_response import ServerResponse, parse_responses
 from mppo.safety.bounded_http import parse_answer
 
 _QUICK_S = 5.0
@@ -135,7 +135,7 @@ class SGLangApi:
         }
         if routed_experts:
             body["return_routed_experts"] = True
-        found = self._generate(body, read_responses) or []
+        found = self._generate(body, parse_responses) or []
         if len(found) != len(prompts):
             raise ServerLost(self.url, f"returned {len(found)} responses to {len(prompts)} prompts")
         return found

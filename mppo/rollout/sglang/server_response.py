@@ -70,7 +70,7 @@ class ServerResponse:
         return None
 
 
-def read_responses(text: bytes) -> list[ServerResponse]:
+def parse_responses(text: bytes) -> list[ServerResponse]:
     """Read an answer to ``/generate``.
 
     Args:
