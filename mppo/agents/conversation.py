@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.rewards.result import NoScore, number
+from mppo.safety.foreign_text import json_line
 
 Message = Mapping[str, Any]
 """A chat message: ``role`` and ``content``."""
@@ -65,14 +66,14 @@ class Reply:
     state: Any = None
 
     def to_json(self) -> str:
-        """The reply as JSON.
+        """The reply as JSON, without halves of surrogate pairs: a tool may return the policy's.
 
         Raises:
             NoScore: the state or a message is not JSON.
         """
         values = [self.environment, self.reward, dict(self.numbers), self.state]
         try:
-            return json.dumps(values)
+            return json_line(values)
         except (TypeError, ValueError) as error:
             raise NoScore(f"holds a state or a message that is not JSON: {error}") from None
 

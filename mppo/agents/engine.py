@@ -147,8 +147,13 @@ class ConversationEngine:
                 and turn < self._max_turns
             }
             last_tokens = [int(here[key].response_ids[-1]) for key in says]
-            ids = self._turn_text.token_ids(list(says.values()), last_tokens)
-            appended = dict(zip(says, ids, strict=True))
+            found = self._turn_text.token_ids(list(says.values()), last_tokens)
+            appended: dict[int, Sequence[int]] = {}
+            for key, ids in zip(says, found, strict=True):
+                if isinstance(ids, str):
+                    replies[key] = self._failure(here[key], turn, episodes[key].messages, ids)
+                else:
+                    appended[key] = ids
             for key, trajectory in here.items():
                 answered[key] = self._continued(
                     trajectory, replies[key], appended.get(key), episodes[key], limit
@@ -189,13 +194,20 @@ class ConversationEngine:
             )
             conversations.append(conversation)
         found = dict(zip(here, self._agent(conversations), strict=True))
-        for (key, reply), text in zip(found.items(), texts, strict=True):
+        for key, reply in found.items():
             if isinstance(reply, Reply):
                 episodes[key].take(reply)
             else:
-                where = f"{describe(here[key].prompt)}, turn {turn}, {shorten(text)!r}"
-                found[key] = f"the agent {self._name} failed on {where}: {reply}"
+                found[key] = self._failure(here[key], turn, episodes[key].messages, reply)
         return found
+
+    def _failure(
+        self, trajectory: Trajectory, turn: int, messages: Sequence[Message], why: str
+    ) -> str:
+        """What went wrong after the policy's turn, the last of the messages."""
+        text = shorten(messages[-1]["content"])
+        where = f"{describe(trajectory.prompt)}, turn {turn}, {text!r}"
+        return f"the agent {self._name} failed on {where}: {why}"
 
     def _continued(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mppo.config.errors import ConfigError
-from mppo.data.chat_template import render_with
+from mppo.data.chat_template import render_each
 
 Environment = str | Sequence[Mapping[str, Any]]
 """A text, or chat messages."""
@@ -34,8 +34,8 @@ class TurnText:
 
     def token_ids(
         self, environments: Sequence[Environment], last_tokens: Sequence[int]
-    ) -> list[list[int]]:
-        """The tokens to append to conversations.
+    ) -> list[list[int] | str]:
+        """The tokens to append to conversations, or why messages have none: the template fails.
 
         A text is appended as it is. Messages are rendered with the chat template, from the end of
         the policy's turn to the beginning of its next one. The policy has generated the token that
@@ -46,39 +46,40 @@ class TurnText:
             last_tokens: the last token of the policy's turn in each.
 
         Raises:
-            ValueError: messages, and the tokenizer has no chat template, or it fails.
+            ValueError: messages, and the tokenizer has no chat template, or one that leaves out the
+                assistant's messages.
         """
-        texts = [each if isinstance(each, str) else "" for each in environments]
+        texts = {i: each for i, each in enumerate(environments) if isinstance(each, str)}
         messages = {i: each for i, each in enumerate(environments) if not isinstance(each, str)}
+        failed: dict[int, str] = {}
         conversations = [[*_BEFORE, *each] for each in messages.values()]
-        if conversations:
-            for index, text in zip(messages, self._rendered(conversations), strict=True):
-                _, mark, after = text.partition(_MARK)
-                if not mark:
-                    why = "leaves out the assistant's messages"
-                    raise ValueError(f"rollout.agent: the tokenizer's chat template {why}")
-                texts[index] = after
-        if not texts:
-            return []
-        # a tokenizer accepts no half of a surrogate pair, which JSON of the policy's call may hold
-        texts = [text.encode(errors="replace").decode() for text in texts]
-        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for index in messages:
-            if found[index][:1] == [last_tokens[index]]:
-                found[index] = found[index][1:]
-        return found
+        for index, text in zip(messages, self._rendered(conversations), strict=True):
+            if isinstance(text, ConfigError):
+                why = "; ".join(issue.why for issue in text.issues)
+                failed[index] = f"its messages cannot be rendered: {why}"
+                continue
+            _, mark, after = text.partition(_MARK)
+            if not mark:
+                why = "leaves out the assistant's messages"
+                raise ValueError(f"rollout.agent: the tokenizer's chat template {why}")
+            texts[index] = after
+        ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
+        for index in messages.keys() - failed.keys():
+            if ids[index][:1] == [last_tokens[index]]:
+                ids[index] = ids[index][1:]
+        return [failed[i] if i in failed else ids[i] for i in range(len(environments))]
 
-    def _rendered(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+    def _rendered(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> list[str | ConfigError]:
+        if not conversations:
+            return []
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "rollout.agent: the agent returned messages, but the tokenizer has no chat "
                 "template; return a text, or use a tokenizer with a chat template"
             )
-        try:
-            return render_with(self._tokenizer, conversations, "rollout.agent")
-        except ConfigError as error:
-            why = "; ".join(issue.why for issue in error.issues)
-            raise ValueError(
-                f"rollout.agent: the agent's messages cannot be rendered: {why}; return messages "
-                "with roles of the chat template, or a text"
-            ) from error
+        return render_each(self._tokenizer, conversations, "rollout.agent")

@@ -55,6 +55,7 @@ class Checkpointer:
         stop: stop requests of this process.
         say: prints a line for the user (on the first rank).
         exporting: context in which the weights are on the device, for an export.
+        flush: flushes what the run has logged to disk, before a checkpoint can be complete.
 
     Attributes:
         stopped_early: whether a stop request ended the run before its last step.
@@ -72,8 +73,9 @@ class Checkpointer:
         stop: StopRequest,
         say: Callable[[str], None],
         exporting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
-        self._exporting = exporting
+        self._exporting, self._flush = exporting, flush
         self.trainer = trainer
         self.root = root
         self.roles = roles
@@ -269,10 +271,15 @@ class Checkpointer:
         return clock, signalled or limit
 
     def _prepare(self, building: Path) -> str | None:
-        """Create the folders; returns the error, the same on every rank, or None."""
+        """Flush the logs and create the folders.
+
+        Returns:
+            The error, the same on every rank, or None.
+        """
         error = None
         if self._rank == 0:
             try:
+                self._flush()
                 shutil.rmtree(building, ignore_errors=True)
                 for name in (NOTES, "random", *self.roles):
                     (building / name).mkdir(parents=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.prepare import DATA_SETS, prepare_rows
+from mppo.safety.foreign_text import json_line
 from mppo.safety.temporary import unfinished_folder
 
 FORMATS = ("parquet", "jsonl")
@@ -60,7 +60,7 @@ def _prepare(options: argparse.Namespace) -> list[str]:
 def _write_jsonl(rows: list[dict[str, Any]], path: Path) -> None:
     with path.open("w") as stream:
         for row in rows:
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+            stream.write(json_line(row) + "\n")
 
 
 def _write_parquet() -> Any:

@@ -48,24 +48,56 @@ def render_with(
     Raises:
         ConfigError: the tokenizer has no chat template, or see :func:`render`.
     """
-    if not tokenizer.chat_template:
-        fix = f"set {key}=false, or use a tokenizer with one"
-        raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
-        fix = "name one of them default in its tokenizer_config.json"
-        raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
-    if template == CHAT_TEMPLATE:  # the embedded models' template needs no limits
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]
-            [[dict(message) for message in messages] for messages in conversations],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
+    template = _template(tokenizer, key)
+    if template == CHAT_TEMPLATE:
+        return _render_builtin(tokenizer, conversations, add_generation_prompt)
     variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
     if tools:
         variables["tools"] = list(tools)
     return render(template, variables, conversations, key, add_generation_prompt)
+
+
+def render_each(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], key: str
+) -> list[str | ConfigError]:
+    """As ``render_with``, with an error in place of each conversation that cannot be rendered.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    template = _template(tokenizer, key)
+    if template == CHAT_TEMPLATE:
+        return list(_render_builtin(tokenizer, conversations, True))
+    job = _job(template, tokenizer.special_tokens_map, True)
+    found: list[str | ConfigError] = []
+    while len(found) < len(conversations):
+        texts, killed = _in_child(job, conversations[len(found) :], key, keep_going=True)
+        found += texts
+        if len(found) < len(conversations):  # the next one needs more than a limit
+            found.append(killed)
+    return found
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+    if not tokenizer.chat_template:
+        fix = f"set {key}=false, or use a tokenizer with one"
+        raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        fix = "name one of them default in its tokenizer_config.json"
+        raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
+
+
+def _render_builtin(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], ask: bool
+) -> list[str]:
+    """Render with the embedded models' template, which needs no limits."""
+    return tokenizer.apply_chat_template(  # type: ignore[return-value]
+        [[dict(message) for message in messages] for messages in conversations],
+        add_generation_prompt=ask,
+        tokenize=False,
+    )
 
 
 def render(
@@ -91,19 +123,47 @@ def render(
         ConfigError: the template fails, exceeds a limit of time or memory, or renders a text of
             more than ``MAX_CHARACTERS``.
     """
-    cpu_s = CPU_S + CPU_S_PER_PROMPT * len(conversations)
-    job = {
+    job = _job(template, variables, add_generation_prompt)
+    found, killed = _in_child(job, conversations, key, keep_going=False)
+    texts = [text for text in found if isinstance(text, str)]
+    for text in found:
+        if isinstance(text, ConfigError):
+            raise text
+    if len(texts) < len(conversations):
+        raise killed
+    return texts
+
+
+def _job(template: str, variables: Mapping[str, Any], ask: bool) -> dict[str, Any]:
+    return {
         "path": sys.path,
         "template": template,
         "variables": dict(variables),
-        "conversations": conversations,
-        "add_generation_prompt": add_generation_prompt,
-        "cpu_s": cpu_s,
+        "add_generation_prompt": ask,
         "max_characters": MAX_CHARACTERS,
     }
-    text = json.dumps(job, default=str)
-    memory_mb = MEMORY_MB + (20 * len(text) >> 20)
+
+
+def _in_child(
+    job: Mapping[str, Any], conversations: Sequence[Sequence[Mapping]], key: str, keep_going: bool
+) -> tuple[list[str | ConfigError], ConfigError]:
+    """Render in a process with limits.
+
+    Args:
+        job: see ``_job``.
+        conversations: lists of messages.
+        key: for messages.
+        keep_going: render the conversations after one that fails, too.
+
+    Returns:
+        The text or error of each conversation up to the one that a limit stopped, and the error of
+        that one.
+    """
+    cpu_s = CPU_S + CPU_S_PER_PROMPT * len(conversations)
+    job = {**job, "conversations": conversations, "keep_going": keep_going, "cpu_s": cpu_s}
+    memory_mb = MEMORY_MB + (20 * len(json.dumps(job, default=str)) >> 20)
     text = json.dumps({**job, "memory_mb": memory_mb}, default=str)
+    limit, last = WALL_S + 10 * cpu_s, ""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             ended = subprocess.run(
@@ -111,33 +171,35 @@ def render(
                 input=text.encode(),
                 stdout=output,
                 stderr=errors,
-                timeout=WALL_S + 10 * cpu_s,
+                timeout=limit,
                 check=False,
             )
-        except subprocess.TimeoutExpired as error:
-            raise _template_error(key, f"is not done after {error.timeout:.0f} s") from error
+        except subprocess.TimeoutExpired:
+            killed = _template_error(key, f"is not done after {limit:.0f} s")
+        else:
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            code = ended.returncode
+            why = f"exit code {code}, {last}" if last else f"killed by {-code}"
+            killed = _template_error(
+                key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})"
+            )
         output.seek(0)
-        errors.seek(0)
-        texts = _texts(output, key)
-        last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    if len(texts) < len(conversations):
-        why = f"exit code {ended.returncode}, {last}" if last else f"killed by {-ended.returncode}"
-        raise _template_error(key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})")
-    return texts
+        return _texts(output, key), killed
 
 
-def _texts(lines: Iterable[bytes], key: str) -> list[str]:
-    texts = []
+def _texts(lines: Iterable[bytes], key: str) -> list[str | ConfigError]:
+    texts: list[str | ConfigError] = []
     for line in lines:
         if not line.endswith(b"\n"):
             break  # the process was killed while it wrote this line
         try:
             text = parse_json(line)
         except ValueError as error:
-            raise _template_error(key, f"renders an invalid text: {error}") from error
-        if not isinstance(text, str):
-            raise _template_error(key, f"fails: {text['error']}")
-        texts.append(text)
+            text = {"error": f"renders an invalid text: {error}"}
+        else:
+            text = text if isinstance(text, str) else {"error": f"fails: {text['error']}"}
+        texts.append(text if isinstance(text, str) else _template_error(key, text["error"]))
     return texts
 
 

@@ -5,9 +5,10 @@ Started as a script by ``mppo.data.chat_template``. The job is JSON on standard 
     path: Python's search path; template, variables: the Jinja text and its variables
     conversations: lists of messages
     add_generation_prompt: end with what comes before a response
+    keep_going: go on after a conversation that fails
     cpu_s, memory_mb: limits, added to what the imports used; max_characters: of one rendered text
 
-Writes a JSON line per conversation: its text, or ``{"error": text}`` and then ends.
+Writes a JSON line per conversation: its text, or ``{"error": text}``.
 """
 
 import json
@@ -53,8 +54,8 @@ def main():
                 )
         except Exception as error:
             text = {"error": f"{type(error).__name__} in prompt {number}: {error}"[:500]}
-        print(json.dumps(text))
-        if not isinstance(text, str):
+        print(json.dumps(text), flush=True)  # of a process killed later, these are complete
+        if not isinstance(text, str) and not job["keep_going"]:
             return
 
 

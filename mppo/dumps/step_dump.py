@@ -17,6 +17,7 @@ from typing import Any
 
 from mppo.dumps.stale import stale_reason, step_folders
 from mppo.safety.disk import replace_text
+from mppo.safety.foreign_text import json_line
 from mppo.safety.input_files import read_json
 from mppo.safety.redact import redact
 
@@ -98,7 +99,7 @@ def write_header(folder: Path, header: StepDump) -> None:
     plain = redact(asdict(header))
     for row, own in zip(plain["rows"], header.rows, strict=True):
         row["numbers"] = dict(own.numbers)  # a number's name, such as pass, makes it no secret
-    replace_text(folder / HEADER, json.dumps(plain, ensure_ascii=False) + "\n")
+    replace_text(folder / HEADER, json_line(plain) + "\n")
 
 
 def read_header_of(folder: Path) -> StepDump:
@@ -120,7 +121,7 @@ def read_header_of(folder: Path) -> StepDump:
 
 def write_pieces(folder: Path, rank: int, pieces: Mapping[int, str]) -> None:
     """Write the text of each token that occurs in the sequences of a rank."""
-    text = json.dumps({str(token): piece for token, piece in pieces.items()}, ensure_ascii=False)
+    text = json_line({str(token): piece for token, piece in pieces.items()})
     replace_text(folder / f"rank_{rank}.json", text + "\n")
 
 

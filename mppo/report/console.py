@@ -24,7 +24,7 @@ from rich.text import Text
 
 from mppo.report import history
 from mppo.report.history import Metrics
-from mppo.safety.foreign_text import visible
+from mppo.safety.foreign_text import valid_text, visible
 from mppo.safety.redact import redact
 from mppo.supervision.phase import current
 
@@ -63,9 +63,12 @@ class SampleRow(NamedTuple):
         texts = (self.prompt, self.response, self.ground_truth, self.answer or "")
         return (*texts, f"{self.score:.3f}", self.place)
 
-    def without_secrets(self) -> SampleRow:
-        """The row with secrets replaced: a table's narrow columns would cut them into pieces."""
-        return self._replace(**{name: redact(value) for name, value in self._asdict().items()})
+    def cleaned(self) -> SampleRow:
+        """The row with secrets replaced (a table's narrow columns would cut them into pieces), and
+        without halves of surrogate pairs, which no file and no tracker accepts."""
+        fields = self._asdict().items()
+        texts = {name: valid_text(redact(each)) for name, each in fields if isinstance(each, str)}
+        return self._replace(**texts)
 
 
 SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
@@ -129,8 +132,9 @@ class StepConsole:
             self._display.warn(texts)
 
     def print_line(self, line: str) -> None:
-        """Print a line as it is: no wrapping, no markup."""
-        self.console.print(Text(line), soft_wrap=True)
+        """Print a line without wrapping or markup, and with escapes for control characters: names
+        of data sources and errors stand in it, and a terminal would execute them."""
+        self.console.print(Text(visible(line)), soft_wrap=True)
 
     def seconds_left(self) -> float | None:
         """Estimated seconds to the end, from the last steps; None before the first step is done."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mppo.safety.disk import naming
+from mppo.safety.foreign_text import json_line
 
 FILE = "events.jsonl"
 EventKind = Literal["start", "end", "died", "warning", "engine"]
@@ -40,7 +41,7 @@ class RunEvent:
 def append_event(folder: Path, event: RunEvent) -> None:
     """Append an event to the run's file."""
     path = folder / FILE
-    line = json.dumps(asdict(event), ensure_ascii=False).encode() + b"\n"
+    line = json_line(asdict(event)).encode() + b"\n"
     with naming(path), path.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -54,7 +55,7 @@ def read_events(folder: Path) -> list[RunEvent]:
     path, found = folder / FILE, []
     if not path.is_file():
         return []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").split("\n"):
         try:
             event = RunEvent(**json.loads(line))
         except (ValueError, TypeError, RecursionError):

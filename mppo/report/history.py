@@ -9,8 +9,11 @@ from pathlib import Path
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.safety.disk import naming, replace_text
+from mppo.safety.foreign_text import visible
 
 Metrics = Mapping[str, float]
+LONGEST_NAME = 250
+"""Most characters of a metric's name."""
 
 # Metric names that the console, the plot and the run report show.
 REWARD = "critic/score/mean"
@@ -35,6 +38,12 @@ AHEAD = "gen_ahead"
 """Generation of the next step's batch, during other phases."""
 NOT_PHASES = {"step", AHEAD, *(part for inner in PARTS.values() for part in inner)}
 """Names under ``timing_s/`` that are not phases of a step: the step itself, and parts of phases."""
+
+
+def metric_name(name: str) -> str:
+    """A metric's name on one line, without control characters or halves of surrogate pairs, and at
+    most ``LONGEST_NAME`` long: data sources and numbers of a reward function stand in names."""
+    return visible(name)[:LONGEST_NAME]
 
 
 class History:

@@ -16,10 +16,11 @@ from mppo.config.yaml_text import block_yaml
 from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.report.console import SampleRow, StepConsole
+from mppo.report.events import FILE as EVENTS
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import EXPERT_LOAD, METRICS, NONFINITE, PLOT, RECIPE, SAMPLES
-from mppo.report.history import History, Metrics, read_history
+from mppo.report.history import History, Metrics, metric_name, read_history
 from mppo.report.html.page import write_page
 from mppo.report.html.timelines import recorded_steps
 from mppo.report.plot import plot_run
@@ -28,7 +29,8 @@ from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
 from mppo.report.warning_rules import course, current_warnings
-from mppo.safety.disk import naming, replace_bytes, replace_text
+from mppo.safety.disk import flush, naming, replace_bytes, replace_text
+from mppo.safety.foreign_text import json_line
 from mppo.safety.redact import redact, redact_text
 
 
@@ -115,7 +117,7 @@ class Reporter:
             for text in (self._trainer.project_name, self._trainer.experiment_name)
         )
         tracked = TrackedRun(self.run_dir, project, name, self._recipe, step)
-        self._trackers = open_trackers(self._trainer, tracked)
+        self._trackers = open_trackers(self._trainer, tracked, self._tracker_line)
         self._started, self._done = True, step
         if self._console:
             self._console.start(step)
@@ -125,10 +127,11 @@ class Reporter:
 
         Args:
             step: the step, counted from 1; 0 for validation before the first.
-            metrics: its metrics.
+            metrics: its metrics; names are cleaned (``metric_name``) for all files and trackers.
         """
         if not self.is_main:
             return
+        metrics = {metric_name(name): value for name, value in metrics.items()}
         self._history.append(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -160,20 +163,38 @@ class Reporter:
         if self.is_main and self._console:
             self._console.print_line(text)
 
+    def _tracker_line(self, text: str) -> None:
+        self.event("warning", self._last_step, text)
+        self.line(f"warning: {text}")
+
+    def flush(self) -> None:
+        """Flush metrics, samples and events to disk: what a checkpoint's steps wrote must not be
+        lost if the machine loses power after the checkpoint is complete.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if not self.is_main or not self._started:
+            return
+        for path in (self.run_dir / name for name in (METRICS, SAMPLES, EVENTS)):
+            if path.is_file():
+                flush(path)
+        flush(self.run_dir)
+
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Print completions as a table, append them to samples.jsonl, and pass them to trackers.
 
-        Secrets in them are replaced.
+        Secrets and halves of surrogate pairs in them are replaced.
         """
         if not self.is_main or not rows:
             return
-        rows = [row.without_secrets() for row in rows]
+        rows = [row.cleaned() for row in rows]
         self._samples[step] = rows
         path = self.run_dir / SAMPLES
         path.parent.mkdir(parents=True, exist_ok=True)
         with naming(path), path.open("a") as file:
             for row in rows:
-                file.write(json.dumps({"step": step, **row._asdict()}, ensure_ascii=False) + "\n")
+                file.write(json_line({"step": step, **row._asdict()}) + "\n")
         for tracker in self._trackers:
             tracker.samples(step, rows)
         if self._console:

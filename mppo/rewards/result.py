@@ -3,7 +3,8 @@
 A result is a number; or one number for each token of the response, or (position, number) pairs; or
 a mapping with ``score``, ``token_rewards`` or both, and further numbers and the answer (``pred``).
 
-Imports the standard library only, because the worker process that runs the function uses it too.
+Imports the standard library and ``mppo.safety`` only, because the worker process that runs the
+function uses it too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
+
+from mppo.safety.foreign_text import valid_text
 
 SHOWN = 80
 """Most characters of a result that a message quotes."""
@@ -65,15 +68,16 @@ def read_result(result: Any) -> RewardResult:
     score = _score(result.get("score", 0.0))
     rewards = _token_rewards(result.get("token_rewards", ()))
     own = {"score", "token_rewards"}
-    numbers = {str(name): number(value) for name, value in result.items() if name not in own}
+    numbers = {
+        valid_text(str(name)): number(value) for name, value in result.items() if name not in own
+    }
     found = {name: value for name, value in numbers.items() if value is not None}
     return RewardResult(score, found, rewards, _answer(result.get(ANSWER)))
 
 
 def _answer(value: Any) -> str | None:
     if isinstance(value, str):
-        # without halves of surrogate pairs, which no file could hold
-        return value.strip()[:ANSWER_CHARACTERS].encode(errors="replace").decode()
+        return valid_text(value.strip()[:ANSWER_CHARACTERS])
     given = number(value)
     return None if given is None else f"{given:.15g}"
 

@@ -1,14 +1,18 @@
-"""Quoting of text from another host, or of a model, in a message."""
+"""Text from another host, a model or data: quoted in messages, and cleaned before it is written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from typing import Any
 
 from mppo.safety.redact import HIDDEN, redact_text
 
 SHOWN = 200
 _SEARCHED = 4096
 _SHORTEST_PART = 4
+_LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Escapes of the characters that JSON leaves as they are and some readers take for line breaks."""
 
 
 def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
@@ -31,6 +35,21 @@ def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
 def visible(text: str) -> str:
     """The text on one line, with escapes for line breaks and unprintable characters."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def valid_text(text: str) -> str:
+    """The text with ``?`` for each half of a surrogate pair. JSON of a model may hold one, but no
+    encoding, file, template or tokenizer accepts it."""
+    return text.encode(errors="replace").decode()
+
+
+def json_line(value: Any) -> str:
+    """A value as JSON that is one line for every reader, without halves of surrogate pairs.
+
+    Raises:
+        TypeError, ValueError: the value is not JSON.
+    """
+    return valid_text(json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS))
 
 
 def _clean(char: str) -> str:

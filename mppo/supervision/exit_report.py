@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from mppo.config.errors import printable
 from mppo.safety.redact import redact_text
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -21,8 +22,9 @@ FIRST_RANK_REPORTS_S = 15.0
 
 
 def say(text: str) -> None:
-    """Print a line to the user on stderr."""
-    print(f"mppo: {text}", file=sys.stderr, flush=True)
+    """Print lines to the user on stderr, with escapes for control characters: an error may quote
+    data, and a terminal would execute them."""
+    print(printable(f"mppo: {text}"), file=sys.stderr, flush=True)
 
 
 def refuse_recipe(error: Exception, rank: int = 0) -> int:
@@ -41,9 +43,8 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
     """
     if rank:
         time.sleep(FIRST_RANK_REPORTS_S)
-    text = f"mppo: {error}"
-    print(text, file=sys.stderr, flush=True)
-    write_reason(text)
+    say(str(error))
+    write_reason(f"mppo: {error}")
     return 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import traceback
 from dis import opmap
 from pathlib import Path
@@ -157,9 +156,9 @@ def report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> No
     where = f"rank {info.rank} of {info.world_size}"
     kind = "" if is_bad_input(error) else f"{type(error).__name__}: "
     what = storage_message(error) or f"{kind}{error}"
-    lines = [f"mppo: {where} failed while {current()}: {what}"]
+    lines = [f"{where} failed while {current()}: {what}"]
     if is_out_of_memory(error):
         lines.append(f"mppo: {where}: {out_of_memory_message(current(), recipe)}")
     text = "\n".join(lines)
-    print(text, file=sys.stderr, flush=True)
-    exit_report.write_reason(text)
+    exit_report.say(text)
+    exit_report.write_reason(f"mppo: {text}")

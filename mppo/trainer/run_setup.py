@@ -107,7 +107,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     partial_responses = PartialResponses()
     state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts, partial_responses)
     export = partial(exporting, engine, roles)
-    saver = Checkpointer(*state, redact(plain), stop, announce, export)
+    saver = Checkpointer(*state, redact(plain), stop, announce, export, reporter.flush)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,

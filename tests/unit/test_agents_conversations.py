@@ -127,6 +127,22 @@ def test_any_failure_of_a_rank_is_raised_on_all_with_the_agents_name():
         talk(agent)
 
 
+def test_messages_that_cannot_be_rendered_are_a_failure_of_the_agent_in_that_conversation():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.must.have }}{% endfor %}"
+
+    def agent(some):
+        texts = ("more", [{"role": "user", "content": "more"}])
+        return [Reply(texts[c.messages[0]["content"] == "q1"]) for c in some]
+
+    conversations = ConversationEngine(local_engine(), agent, "test", TurnText(tokenizer), 2)
+    found = conversations.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11)).trajectories
+    failed = [each for each in found if each.episode and each.episode.error]
+    assert {each.prompt.text for each in failed} == {"q1"}
+    assert all("turn 1" in each.episode.error for each in failed)
+    assert all("cannot be rendered" in each.episode.error for each in failed)
+
+
 def test_one_turn_is_what_the_engine_alone_generates():
     engine, responses = talk(lambda some: [Reply() for _ in some])
     alone = engine.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
@@ -310,9 +326,6 @@ def test_messages_become_what_the_template_writes_between_two_turns():
         [eos, *added],
         tokenizer("raw", add_special_tokens=False)["input_ids"],
     ]
-    half = [{"role": "user", "content": "n\ud800"}]
-    marked = [{"role": "user", "content": "n?"}]
-    assert text.token_ids([half, "\udfff"], [eos, 9]) == text.token_ids([marked, "?"], [eos, 9])
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template; return a text"):
         text.token_ids([more], [eos])

@@ -285,3 +285,18 @@ def test_without_jsonl_no_numbers_are_written_but_the_report_is(tmp_path):
     run(tmp_path, logger=("console",))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert "| mean reward |" in (tmp_path / "report.md").read_text()
+
+
+def test_what_is_logged_is_on_disk_before_a_checkpoint_is_complete(tmp_path, monkeypatch):
+    flushed, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino) or fsync(file))
+    subject = reporter(tmp_path)
+    subject.flush()
+    assert not flushed, "nothing is written before the start"
+    subject.start(0)
+    subject.event("start", 0, "x")
+    subject.samples(1, [SampleRow("p", "r", "g", None, 1.0)])
+    subject.log(1, {"a": 1.0})
+    subject.flush()
+    written = [tmp_path, *(tmp_path / f"{name}.jsonl" for name in ("metrics", "samples", "events"))]
+    assert {path.stat().st_ino for path in written} <= flushed

@@ -13,12 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from mppo.config.sections.trainer import TrainerConfig
 from mppo.config.trackers import EXTRAS
 from mppo.report.console import SampleRow
+from mppo.report.events import read_events
+from mppo.report.reporter import Reporter
+from mppo.report.trackers.retries import KEPT, TRIES, RetriedTracker
 from mppo.report.trackers.tracker import TrackedRun
 
 SECRETS = ("open5esame7cave", "hf_qWeRtYuIoPaSdFgHjK0123", "h0tUrl9pass7word", "k3yOfTheGitRemote")
 VARIABLE, TOKEN, PASSWORD, REMOTE = SECRETS
+SOURCES = ("a//b", "../..", "/", ".", "", "x\ud800", "\x1b[31m", "a\nb", "n" * 1000, "@", "é?")
+"""Names of data sources, some of which no tracker accepts as they are."""
 ROW = SampleRow("12+5=|", f"it is {TOKEN}", "17", "17", 1.0, "best")
 PROGRAM = f"""
 import json, math, sys
@@ -39,6 +45,7 @@ with redacted_output():
         if step == last:
             reporter.samples(step, [SampleRow(*json.loads(sys.argv[5]))])
         metrics = {{"critic/score/mean": step + done / 10, "val-core/a/acc/pass@4": math.nan}}
+        metrics |= {{f"val-core/{{source}}/mean": 0.5 for source in json.loads(sys.argv[6])}}
         reporter.log(step, metrics)
         print("a line of the console with token={VARIABLE}")
     reporter.close()
@@ -66,8 +73,9 @@ def tracked(request, tmp_path_factory) -> tuple[str, Path]:
     }  # fmt: skip
     environment.pop("MLFLOW_TRACKING_URI", None)
     for done, last in ((0, 3), (2, 4)):
-        steps = [str(done), str(last), json.dumps(ROW), f"reward.kwargs.api_key={VARIABLE}"]
-        command = [sys.executable, "-W", "ignore", "program.py", name, str(work / "run"), *steps]
+        texts = [json.dumps(ROW), json.dumps(SOURCES), f"reward.kwargs.api_key={VARIABLE}"]
+        texts = [str(work / "run"), str(done), str(last), *texts]
+        command = [sys.executable, "-W", "ignore", "program.py", name, *texts]
         found = subprocess.run(
             command, capture_output=True, text=True, cwd=work, env=environment, timeout=300
         )
@@ -81,6 +89,13 @@ def test_no_secret_reaches_a_tracker(tracked):
     assert files, f"{name} keeps something in the run folder"
     for secret in SECRETS:
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_no_metrics_name_makes_a_tracker_fail(tracked):
+    name, folder = tracked
+    events = read_events(folder)
+    assert [event.kind for event in events] == ["end", "end"]
+    assert [event.text for event in events if name in event.text] == []
 
 
 def test_numbers_samples_and_the_identity_of_a_resumed_run_are_there(tracked):
@@ -167,3 +182,88 @@ def test_the_identity_of_a_run_is_kept_only_for_a_resume(tmp_path):
     assert TrackedRun(tmp_path, "project", "run", {}, 0).known_id("wandb") is None
     (tmp_path / "trackers.json").write_text('{"wandb": 3, "mlf')
     assert resumed.known_id("wandb") is None
+
+
+class FlakyTracker:
+    """A tracker that refuses some steps, and everything while it is away."""
+
+    def __init__(self, bad: frozenset[int] = frozenset()) -> None:
+        self.bad, self.away, self.steps = bad, False, []
+
+    def log(self, step, metrics) -> None:
+        if self.away or step in self.bad:
+            raise RuntimeError(f"token=open5esame7cave \x1b[31m step {step}")
+        self.steps.append(step)
+
+    def samples(self, step, rows) -> None:
+        self.log(step, {})
+
+    def picture(self, step, path) -> None:
+        self.log(step, {})
+
+    def close(self) -> None:
+        if self.away:
+            raise OSError("cannot be reached")
+
+
+def test_calls_of_a_tracker_that_was_away_are_sent_later_in_order():
+    flaky, lines = FlakyTracker(), []
+    subject = RetriedTracker("flaky", flaky, lines.append)
+    for step in range(1, 41):
+        flaky.away = 5 <= step < 9
+        subject.log(step, {})
+    subject.samples(41, [])
+    subject.picture(42, Path("a.png"))
+    subject.close()
+    assert flaky.steps == list(range(1, 43))
+    assert len(lines) == 3
+    assert lines[0].startswith("flaky: step 5 is tried again (RuntimeError: token=***")
+    assert all(line.isprintable() and VARIABLE not in line for line in lines)
+    assert lines[1] == "flaky: works again"
+    assert lines[2].endswith(f"{subject.failures} failures in this run, 0 calls were given up")
+
+
+def test_a_call_that_a_tracker_always_refuses_is_given_up_and_the_others_are_sent():
+    flaky, lines = FlakyTracker(frozenset({2, 40})), []
+    subject = RetriedTracker("flaky", flaky, lines.append)
+    for step in range(1, 41):
+        subject.log(step, {})
+    subject.close()
+    assert flaky.steps == [step for step in range(1, 40) if step != 2]
+    assert (subject.given_up, subject.failures) == (2, 2 * TRIES)
+
+
+def test_a_tracker_that_stays_away_costs_few_tries_and_bounded_memory():
+    flaky, lines = FlakyTracker(), []
+    subject = RetriedTracker("flaky", flaky, lines.append)
+    flaky.away = True
+    for step in range(3 * KEPT):
+        subject.log(step, {})
+    subject.close()
+    assert subject.given_up == 3 * KEPT
+    assert subject.failures < KEPT / 5
+    assert len(lines) == 3
+
+
+def test_one_error_of_mlflow_in_mid_run_ends_nothing(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the optional package mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    reporter = Reporter(tmp_path, TrainerConfig(logger=("mlflow",)), {}, 3, is_main=True)
+    reporter.start(0)
+    reporter.log(1, {"a": 1.0})
+    store = next((tmp_path / "mlflow").glob("*/*/metrics"))
+    store.chmod(0o500)
+    store.rename(store.with_name("away"))
+    store.write_text("not a folder")
+    reporter.log(2, {"a": 2.0})
+    store.unlink()
+    store.with_name("away").rename(store)
+    store.chmod(0o700)
+    reporter.log(3, {"a": 3.0})
+    reporter.close()
+    texts = [event.text for event in read_events(tmp_path) if event.kind == "warning"]
+    assert len(texts) == 3
+    assert texts[0].startswith("mlflow: step 2 is tried again")
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    identity = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
+    assert [one.step for one in client.get_metric_history(identity, "a")] == [1, 2, 3]

@@ -17,6 +17,7 @@ from mppo.report.history import History
 from mppo.report.html.plots import plots_of, trained_steps
 from mppo.report.html.run_data import RunData, read_run
 from mppo.safety.disk import replace_text
+from mppo.safety.foreign_text import valid_text
 
 _ASSETS = Path(__file__).parent / "assets"
 _POLICY = (
@@ -69,7 +70,7 @@ def page_text(data: Mapping[str, Any], live: bool = False) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
-<title>{_escaped(title)}</title>
+<title>{_escaped(valid_text(title))}</title>
 <style>{_asset("uPlot.min.css")}{_asset("page.css")}</style>
 </head>
 <body>

@@ -128,7 +128,7 @@ def _samples(path: Path, last: int) -> list[Plain]:
     """The newest completions of samples.jsonl."""
     found: list[Plain] = []
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).split("\n")  # texts may hold other separators
     except (OSError, ValueError):
         return []
     for line in lines:

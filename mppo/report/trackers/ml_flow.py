@@ -19,6 +19,8 @@ from mppo.report.trackers.tracker import (
 )
 
 _NOT_ALLOWED = re.compile(r"[^\w.\-:/ ]")
+_LONGEST = 250
+"""Most characters of a name in MLflow."""
 _BATCH = 1000
 """Most metrics that MLflow takes at once."""
 
@@ -28,7 +30,8 @@ class MLflow:
 
     The recipe is the artifact ``recipe.json``; each table of samples is a file in ``samples``,
     each picture one in ``pictures``.
-    MLflow allows no ``@`` in names: ``pass@4`` becomes ``pass_at_4``.
+    MLflow allows no ``@`` in names: ``pass@4`` becomes ``pass_at_4``. Names are paths to it: a part
+    that is empty or dots becomes ``_``.
 
     Raises:
         ConfigError: the run cannot start.
@@ -75,5 +78,6 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """A metric's name in the characters that MLflow allows."""
-    return _NOT_ALLOWED.sub("_", name.replace("@", "_at_"))
+    """A metric's name in the characters that MLflow allows, as a path without empty parts."""
+    parts = _NOT_ALLOWED.sub("_", name.replace("@", "_at_"))[:_LONGEST].split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)

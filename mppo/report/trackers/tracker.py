@@ -94,16 +94,17 @@ def import_tracker(package: str) -> Any:
         raise ConfigError([ConfigIssue(KEY, package, why, fix)]) from error
 
 
-def refused(package: str, error: Exception, offline: str) -> ConfigError:
+def refused(package: str, error: Exception, offline: str | None = None) -> ConfigError:
     """The error for a tracker that did not start.
 
     Args:
         package: name in ``trainer.logger``.
         error: what the tracker raised.
-        offline: how to use the tracker without its server.
+        offline: how to use the tracker without its server, if there is a way.
     """
     why = redact_text(" ".join(str(error).split()))
-    fix = f"correct that, set {offline}, or remove {package} from {KEY}"
+    or_offline = f", set {offline}" if offline else ""
+    fix = f"correct that{or_offline}, or remove {package} from {KEY}"
     return ConfigError([ConfigIssue(KEY, package, why, fix)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
 from mppo.safety.disk import replace_text
+from mppo.safety.foreign_text import json_line
 from mppo.trainer.validation.samples import decoded
 
 
@@ -85,7 +85,7 @@ def _lines(
             "length": row.length,
             "finish_reason": row.finish_reason,
         }
-        yield json.dumps(values, ensure_ascii=False) + "\n"
+        yield json_line(values) + "\n"
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:
