@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from mppo.config.rules.rule import roles_in_use
@@ -9,6 +10,19 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 
 ScheduleKind = Literal["sequential", "fused", "flush_free"]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a recipe's update cannot run as wanted.
+
+    Args:
+        why: the reason.
+        cure: what to change in the recipe, besides giving up the wish.
+    """
+
+    why: str
+    cure: str
 
 
 def schedule_kind(recipe: Recipe) -> ScheduleKind:
@@ -20,28 +34,32 @@ def schedule_kind(recipe: Recipe) -> ScheduleKind:
     return "fused" if recipe.trainer.align_overflow else "flush_free"
 
 
-def stream_obstacle(recipe: Recipe) -> str | None:
-    """Reason why actor and critic cannot share a pipeline; None if they can."""
+def stream_obstacle(recipe: Recipe) -> Obstacle | None:
+    """What keeps actor and critic from sharing a pipeline; None if they can."""
     if not recipe.algorithm.uses_critic:
-        return f"algorithm.adv_estimator = {recipe.algorithm.adv_estimator} trains no critic"
+        why = f"algorithm.adv_estimator = {recipe.algorithm.adv_estimator} trains no critic"
+        return Obstacle(why, "set algorithm.adv_estimator to gae")
     return lists_obstacle(recipe)
 
 
-def lists_obstacle(recipe: Recipe) -> str | None:
-    """Reason why the executor cannot run an update by lists of actions; None if it can."""
+def lists_obstacle(recipe: Recipe) -> Obstacle | None:
+    """What keeps the executor from running an update by lists of actions; None if it can."""
     sections: dict[str, ActorConfig | CriticConfig] = {"actor": recipe.actor}
     if recipe.algorithm.uses_critic:
         sections["critic"] = recipe.critic
     stages = {s.megatron.pipeline_model_parallel_size: name for name, s in sections.items()}
     if len(stages) > 1:
         (first, one), (second, other) = stages.items()
-        return f"the {one} has {first} pipeline stages, the {other} {second}"
+        why = f"the {one} has {first} pipeline stages, the {other} {second}"
+        return Obstacle(why, "give both the same megatron.pipeline_model_parallel_size")
     unmeasured = recipe.actor.ptx_coef > 0 or not recipe.needs_actor_logprobs
     if unmeasured and _records_experts(recipe.actor):
-        return (
+        why = (
             "the actor's routers repeat or balance recorded choices of experts, and some "
             "sequences are recorded by a pass between the mini-batches"
         )
+        cure = "set actor.router_replay to off and actor.megatron.moe_aux_loss_coeff to 0"
+        return Obstacle(why, cure)
     return None
 
 

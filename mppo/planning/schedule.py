@@ -68,7 +68,7 @@ def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
     kind, obstacle = schedule_kind(recipe), stream_obstacle(recipe)
     title = f"trainer.schedule = {recipe.trainer.schedule}: {kind}"
     if obstacle is not None:
-        return "\n".join([f"{title}, because {obstacle}", *_gain(roles)])
+        return "\n".join([f"{title}, because {obstacle.why}", *_gain(roles)])
     stages = roles[0].layout.pp
     works = _works(roles, stages)
     lines = [title]

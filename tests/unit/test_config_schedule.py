@@ -19,9 +19,10 @@ REFUSED = [
      "choose one of: auto, sequential, fused, flush_free"),
     ("unequal pipelines", "trainer.schedule=flush_free "
      "critic.megatron.pipeline_model_parallel_size=2",
-     "the actor has 1 pipeline stages, the critic 2"),
+     "the actor has 1 pipeline stages, the critic 2 fix: give both the same "
+     "megatron.pipeline_model_parallel_size, or set it to auto, which then means sequential"),
     ("one role", "trainer.schedule=fused algorithm.adv_estimator=grpo rollout.n=2",
-     "trains no critic"),
+     "trains no critic fix: set algorithm.adv_estimator to gae, or set it to auto"),
     ("steps taken apart and together", "trainer.schedule=flush_free trainer.align_overflow=true",
      "set it to fused"),
 ]  # fmt: skip

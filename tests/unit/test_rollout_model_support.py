@@ -26,6 +26,7 @@ V3 = {**LATENT, **CHOSEN, "q_lora_rank": 24, "norm_topk_prob": True}
 MIXTRAL = {**BASE, "num_local_experts": 4, "sliding_window": None}
 GEMMA = {**TIED, "head_dim": 32}
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": None, "sliding_window": WINDOW}
+BACKUP = "rollout.server_args={enable-weights-cpu-backup: true}"
 LAYERS = ["sliding_attention", "full_attention"] * 2
 
 FITS: dict[str, Any] = {
@@ -205,9 +206,41 @@ def test_changes_need_weights_that_survive_the_sleep_of_a_server() -> None:
     (issue,) = engine_issues(recipe(delta), config, on_cpu=False)
     assert (issue.key, issue.value) == ("rollout.sync_mode", "delta")
     assert "rollout.server_args.enable_weights_cpu_backup to true" in issue.fix
-    backup = "rollout.server_args={enable-weights-cpu-backup: true}"
-    assert list(engine_issues(recipe(delta, backup), config, on_cpu=False)) == []
+    assert list(engine_issues(recipe(delta, BACKUP), config, on_cpu=False)) == []
     assert list(engine_issues(recipe(delta), config, on_cpu=True)) == []
+
+
+PADDED = [
+    ("llama", {"intermediate_size": 408}, 2),
+    ("gpt_neox", {"intermediate_size": 400}, 1),
+    ("glm4_moe", {"intermediate_size": 384, "moe_intermediate_size": 96}, 2),
+    ("qwen2_moe", {"intermediate_size": 64, "shared_expert_intermediate_size": 48}, 1),
+]
+
+
+@pytest.mark.parametrize(("family", "widths", "ranks"), PADDED, ids=[r[0] for r in PADDED])
+def test_slices_are_refused_where_a_server_on_a_cpu_pads_widths(family, widths, ranks) -> None:
+    config = FITS[family]()
+    aligned = {"intermediate_size": 384, "moe_intermediate_size": 64}
+    for key, width in aligned.items():
+        if hasattr(config, key):
+            setattr(config, key, width)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        config.shared_expert_intermediate_size = 128
+    size = f"rollout.tensor_model_parallel_size={ranks}"
+    for mode in ("sliced", "delta"):
+        sliced = recipe(f"rollout.sync_mode={mode}", size, BACKUP)
+        assert list(engine_issues(sliced, config, on_cpu=True)) == []
+    for key, width in widths.items():
+        setattr(config, key, width)
+    for mode in ("sliced", "delta"):
+        sliced = recipe(f"rollout.sync_mode={mode}", size, BACKUP)
+        (issue,) = engine_issues(sliced, config, on_cpu=True)
+        assert (issue.key, issue.value) == ("rollout.sync_mode", mode)
+        assert f"{list(widths)[-1]} = {list(widths.values())[-1]}" in issue.why
+        assert f"multiple of {32 * ranks} " in issue.why
+        assert list(engine_issues(sliced, config, on_cpu=False)) == []
+    assert list(engine_issues(recipe(size), config, on_cpu=True)) == []
 
 
 def test_rotary_scaling_is_translated_for_sglang() -> None:

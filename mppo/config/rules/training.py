@@ -141,8 +141,8 @@ def schedule_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
         return
     obstacle = stream_obstacle(context.recipe)
     if obstacle is not None:
-        fix = "set it to auto or sequential, or change that"
-        yield ConfigIssue("trainer.schedule", trainer.schedule, obstacle, fix)
+        fix = f"{obstacle.cure}, or set it to auto, which then means sequential"
+        yield ConfigIssue("trainer.schedule", trainer.schedule, obstacle.why, fix)
     elif trainer.align_overflow and trainer.schedule == "flush_free":
         yield ConfigIssue(
             "trainer.schedule",
@@ -167,8 +167,8 @@ def balanced_budgets_have_two_roles(context: RuleContext) -> Iterator[ConfigIssu
         if section.ppo_max_token_len_per_gpu != "auto":
             continue
         if obstacle is not None:
-            why = f"it balances two roles that share a pipeline, but {obstacle}"
-            yield ConfigIssue(key, "auto", why, "give a number of tokens, or change that")
+            why = f"it balances two roles that share a pipeline, but {obstacle.why}"
+            yield ConfigIssue(key, "auto", why, f"give a number of tokens, or {obstacle.cure}")
         elif off:
             why = f"it balances the token budgets of actor and critic, but {off[0]} = false"
             fix = f"set {' and '.join(off)} to true, or leave the key out"
@@ -181,8 +181,8 @@ def timeline_has_lists(context: RuleContext) -> Iterator[ConfigIssue]:
     steps = context.recipe.trainer.timeline.steps
     obstacle = lists_obstacle(context.recipe) if steps else None
     if obstacle is not None:
-        fix = "leave it out, or change that"
-        yield ConfigIssue("trainer.timeline.steps", list(steps), obstacle, fix)
+        fix = f"leave it out, or {obstacle.cure}"
+        yield ConfigIssue("trainer.timeline.steps", list(steps), obstacle.why, fix)
 
 
 @rule("trainer.profile")

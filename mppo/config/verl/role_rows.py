@@ -278,6 +278,20 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         ),
     ),
     VerlRow(
+        "algorithm.adv_estimator",
+        Converted("algorithm.adv_estimator", {"grpo_vectorized": "grpo"}),
+        ("grpo_vectorized",),
+    ),
+    VerlRow(
+        "algorithm.adv_estimator",
+        Refused(
+            "normalises each of several rewards by itself in its group; a response has one score "
+            "in mppo",
+            "combine the rewards in the reward function and set grpo, which normalises their sum",
+        ),
+        ("gdpo",),
+    ),
+    VerlRow(
         "algorithm.filter_groups.metric", Ignored("groups are compared by score"), (None, "score")
     ),
     VerlRow(

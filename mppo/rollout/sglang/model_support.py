@@ -100,6 +100,10 @@ backend ignores the cap."""
 _CAPPING = ("fa3", "flashinfer", "triton", "intel_amx")
 """Attention backends that apply a layer's soft-cap."""
 CPU_BACKEND = "torch_native"
+_CPU_WIDTH = 32
+"""Multiple, for each tensor-parallel rank, to which SGLang pads feed-forward widths on a CPU
+(``srt/configs/update_config.py``); on a GPU it pads none."""
+_PADDED_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _BACKUP = "enable_weights_cpu_backup"
 _BACKEND_KEYS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
@@ -199,6 +203,8 @@ def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[Conf
         yield ConfigIssue("rollout.name", "sglang", why, fix)
     yield from _cap_issues(recipe, actor, on_cpu)
     yield from _delta_issues(recipe, on_cpu)
+    if on_cpu:
+        yield from _padding_issues(recipe, hf_config)
 
 
 Difference = tuple[str, Any, str, str]
@@ -291,3 +297,19 @@ def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:
         f"set rollout.server_args.{_BACKUP} to true (it keeps the weights in host memory), or set "
         "sync_mode to sliced",
     )
+
+
+def _padding_issues(recipe: Recipe, hf_config: Any) -> Iterator[ConfigIssue]:
+    """Slices of parameters that SGLang's CPU server pads, and so cuts elsewhere."""
+    rollout = recipe.rollout
+    multiple = _CPU_WIDTH * rollout.tensor_model_parallel_size
+    widths = {key: getattr(hf_config, key, None) or 0 for key in _PADDED_WIDTHS}
+    padded = [f"{key} = {width}" for key, width in widths.items() if width % multiple]
+    if rollout.sync_mode != "full" and padded:
+        yield ConfigIssue(
+            "rollout.sync_mode",
+            rollout.sync_mode,
+            f"sends slices of the model's own widths, while SGLang on a CPU pads {padded[0]} to a "
+            f"multiple of {multiple} (rollout.tensor_model_parallel_size times {_CPU_WIDTH})",
+            "set sync_mode to full, or run on GPUs, where SGLang pads no width",
+        )
