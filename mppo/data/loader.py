@@ -8,7 +8,24 @@ from random import Random
 from typing import Any
 
 from mppo.batch import Prompt
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.source import PromptSet, SourceShare
+
+
+def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
+    """Check that a batch holds no prompt twice.
+
+    Args:
+        prompt_set: the training prompts.
+        batch_size: ``data.train_batch_size``.
+
+    Raises:
+        ConfigError: there are fewer prompts than a batch holds.
+    """
+    if batch_size > len(prompt_set):
+        why = f"a batch would repeat prompts: there are only {prompt_set.summary()}"
+        fix = f"give more prompts, or set it and ppo_mini_batch_size to at most {len(prompt_set)}"
+        raise ConfigError([ConfigIssue("data.train_batch_size", batch_size, why, fix)])
 
 
 class PromptLoader:

@@ -19,7 +19,7 @@ from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.data.documents import load_documents
-from mppo.data.loader import PromptLoader
+from mppo.data.loader import PromptLoader, check_batch_size
 from mppo.data.source import PromptSet, load_prompts
 from mppo.dumps.step_dump import stale_dumps
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
@@ -198,11 +198,17 @@ def _report_prompts(
 def _load_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptSet, PromptSet, PromptLoader]:
-    """Load training and validation prompts, and the loader of training batches."""
+    """Load training and validation prompts, and the loader of training batches.
+
+    Raises:
+        ConfigError: a batch would hold a prompt twice, or a file or row is bad.
+    """
     data = recipe.data
     with phase("loading prompts"):
         training = load_prompts(data, tokenizer, "train", recipe.rollout.tool_schemas)
         validation = load_prompts(data, tokenizer, "val", recipe.rollout.tool_schemas)
+    if recipe.trainer.replay is None:  # a replay takes the prompts of its dumps
+        check_batch_size(training, data.train_batch_size)
     return (
         training,
         validation,

@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 DEEP = "[" * 500 + "]" * 500
 LONG = "9" * 5000
-TASK = ("data.task=arithmetic", "data.val_size=4", "data.train_size=16")
+TASK = ("data.task=arithmetic", "data.val_size=4", "data.train_size=64")
 MODEL = ("model.path=model", *TASK)
 RUN = (
     "model.path=builtin:tiny", *TASK, "data.max_prompt_length=16", "data.max_response_length=2",

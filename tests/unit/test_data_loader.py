@@ -1,11 +1,13 @@
 """The order of prompts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mppo.batch import Prompt
-from mppo.data.loader import PromptLoader
+from mppo.config.errors import ConfigError
+from mppo.data.loader import PromptLoader, check_batch_size
 from mppo.data.source import PromptSet
 
 
@@ -89,3 +91,14 @@ def test_a_look_at_the_next_prompts_draws_none():
     assert loader.state_dict() == before
     assert loader.take(4) == seen
     assert [prompt.uid for prompt in seen] == [0, 3, 4, 5]
+
+
+def test_a_batch_that_would_repeat_prompts_is_refused():
+    few = replace(prompt_set(7), filtered=2)
+    check_batch_size(few, 7)
+    with pytest.raises(ConfigError) as refused:
+        check_batch_size(few, 8)
+    (issue,) = refused.value.issues
+    assert (issue.key, issue.value) == ("data.train_batch_size", 8)
+    assert few.summary() in issue.why
+    assert issue.fix.endswith("at most 7")
