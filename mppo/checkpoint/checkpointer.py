@@ -30,6 +30,7 @@ from mppo.checkpoint.run_state import STATE, Stateful, StepStart, load_roles
 from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
+from mppo.config.errors import ConfigError
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
@@ -114,6 +115,8 @@ class Checkpointer:
             return 0
         try:
             self._load(found)
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise not_usable(self.trainer, found.folder, error) from error
         if found.folder.parent.resolve() == self.root.resolve():

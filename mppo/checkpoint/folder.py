@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from mppo.safety.input_files import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKSUM = "checksum"
+"""Entry of the manifest with the checksum of its other entries."""
 _NAME = re.compile(r"global_step_(\d+)")
 MAX_NUMBER = 1 << 60
 """Upper limit of the step, rank and byte counts in a manifest."""
@@ -75,14 +78,27 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, the last file of a checkpoint."""
-    write_bytes(folder / MANIFEST, f"{json.dumps(asdict(manifest), indent=1)}\n".encode())
+    write_bytes(folder / MANIFEST, manifest_bytes(asdict(manifest)))
+
+
+def manifest_bytes(values: Mapping[str, Any]) -> bytes:
+    """The file of a manifest's values, with a checksum of them in the place of any they have."""
+    plain = json.loads(json.dumps({**values, CHECKSUM: None}))
+    del plain[CHECKSUM]
+    return f"{json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=1)}\n".encode()
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    """CRC-32 of a manifest's values, whatever their order and spacing in the file."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        Damaged: it is missing or cannot be read.
+        Damaged: it is missing or cannot be read, its checksum differs (older manifests have none),
+            or its step is not that of the folder's name.
         ValueError: it has a newer format.
     """
     try:
@@ -99,6 +115,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: its format {written} is newer than {FORMAT}, the newest that this version "
             f"of mppo reads; use mppo {values.get('version')}, which wrote it, or a newer version"
         )
+    saved = values.pop(CHECKSUM, None)
+    if saved is not None and saved != _checksum(values):
+        raise Damaged(f"{folder / MANIFEST}: its checksum differs from the one that was written")
     try:
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         manifest = Manifest(**{**values, "files": files})
@@ -106,6 +125,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"{folder / MANIFEST}: entries are missing ({error})") from error
     if odd := _wrong_entry(manifest):
         raise Damaged(f"{folder / MANIFEST}: {odd}: wrong type or out of range")
+    named = step_of(folder)
+    if named is not None and named != manifest.step:
+        raise Damaged(
+            f"{folder / MANIFEST}: is of step {manifest.step}, the folder's name of step {named}"
+        )
     return manifest
 
 

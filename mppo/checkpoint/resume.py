@@ -21,7 +21,13 @@ from mppo.weights.torch_dist.contents import read_checkpoint
 
 _NOT_COMPARED = tuple(
     f"trainer.{key}"
-    for key in ("default_local_dir", "resume_mode", "resume_from_path", "on_existing_run")
+    for key in (
+        "default_local_dir",
+        "resume_mode",
+        "resume_from_path",
+        "on_existing_run",
+        "on_changed_data",
+    )
 )
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.data import DataConfig
+from mppo.data.content import content_of
 from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
@@ -46,4 +47,5 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
         why, fix = "no document has two tokens", "give files with longer texts"
         raise ConfigError([ConfigIssue("data.ptx_files", list(data.ptx_files), why, fix)])
     truncated = sum(len(ids) + 1 > limit for ids in encoded)
-    return PromptSet(tuple(kept), len(rows) - len(kept), truncated)
+    content = content_of("data.ptx_files", list(data.ptx_files), rows)
+    return PromptSet(tuple(kept), len(rows) - len(kept), truncated, contents=(content,))

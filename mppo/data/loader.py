@@ -9,6 +9,7 @@ from typing import Any
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.data.content import check_same_rows
 from mppo.data.source import PromptSet, SourceShare
 
 
@@ -43,9 +44,17 @@ class PromptLoader:
         batch_size: prompts per batch.
         shuffle: use a new order in each epoch; otherwise the order of ``prompt_set``.
         seed: seed of the orders.
+        any_content: resume from a state that was saved with other rows.
     """
 
-    def __init__(self, prompt_set: PromptSet, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        prompt_set: PromptSet,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        any_content: bool = False,
+    ) -> None:
         if not len(prompt_set) or batch_size < 1:
             raise ValueError(
                 f"need at least one prompt and a positive batch size: "
@@ -55,6 +64,7 @@ class PromptLoader:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.any_content = any_content
         self.position = 0
         self._returned: list[int] = []
         self._order: tuple[int, list[int]] = (-1, [])
@@ -102,6 +112,7 @@ class PromptLoader:
             "returned": list(self._returned),
             "seed": self.seed,
             "num_prompts": len(self.prompt_set),
+            "contents": [content.digest for content in self.prompt_set.contents],
         }
         sizes = [share.count for share in self.prompt_set.shares]
         return state | ({"prompts_and_draws": [sizes, self._draws]} if sizes else {})
@@ -111,7 +122,7 @@ class PromptLoader:
 
         Raises:
             ValueError: the state was saved with other data or another seed, with which the
-                position would refer to other prompts.
+                position would refer to other prompts. ConfigError: the rows differ.
         """
         mine = self.state_dict()
         for key in ("seed", "num_prompts", "prompts_and_draws"):
@@ -121,6 +132,9 @@ class PromptLoader:
                     f"the checkpoint's data order has {key} = {state.get(key)}, this run has "
                     f"{mine.get(key)}: resume with the same data section, or start a new run"
                 )
+        saved = state.get("contents")  # absent in checkpoints of older versions
+        if saved is not None and not self.any_content:
+            check_same_rows(self.prompt_set.contents, saved)
         self.position = int(state["position"])
         self._returned = [int(position) for position in state.get("returned", ())]
 

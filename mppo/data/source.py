@@ -15,6 +15,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks
 from mppo.data.chat_template import render_with
+from mppo.data.content import Content, content_of
 from mppo.data.rows import DataRow, read_rows
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
@@ -44,12 +45,14 @@ class PromptSet:
         truncated: number of prompts cut to that length.
         shares: the sources, in the order of the prompts, if they are mixed by weight. Empty: every
             prompt has the same weight.
+        contents: the rows of each source of training prompts.
     """
 
     prompts: tuple[Prompt, ...]
     filtered: int = 0
     truncated: int = 0
     shares: tuple[SourceShare, ...] = ()
+    contents: tuple[Content, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -99,6 +102,7 @@ def load_prompts(
         filtered=sum(part.filtered for part in parts),
         truncated=sum(part.truncated for part in parts),
         shares=shares if data.sources and split == "train" else (),
+        contents=tuple(content for part in parts for content in part.contents),
     )
 
 
@@ -122,7 +126,12 @@ def _load_source(
     texts = _render(data, key, source, tokenizer, rows, tools)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    return _fit(data, source, rows, texts, token_ids)
+    found = _fit(data, source, rows, texts, token_ids)
+    if split == "val":
+        return found
+    name = f"{key}.task" if source.task else f"{key}.train_files"
+    given = source.task or list(source.train_files)
+    return replace(found, contents=(content_of(name, given, rows),))
 
 
 def _task_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) -> list[DataRow]:

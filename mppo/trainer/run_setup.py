@@ -212,8 +212,13 @@ def _load_prompts(
     return (
         training,
         validation,
-        PromptLoader(training, data.train_batch_size, data.shuffle, data.seed),
+        _loader(recipe, training, data.train_batch_size),
     )
+
+
+def _loader(recipe: Recipe, prompts: PromptSet, batch_size: int) -> PromptLoader:
+    accepts = recipe.trainer.on_changed_data == "accept"
+    return PromptLoader(prompts, batch_size, recipe.data.shuffle, recipe.data.seed, accepts)
 
 
 def _starting_model(
@@ -252,7 +257,7 @@ def _pretraining_mix(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pret
     size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
     with phase("loading pretraining text"):
         documents = load_documents(data, tokenizer)
-    return PretrainingMix(PromptLoader(documents, size, data.shuffle, data.seed), actor.ptx_coef)
+    return PretrainingMix(_loader(recipe, documents, size), actor.ptx_coef)
 
 
 def _show_warm_start(reporter: Reporter, total: int, step: int, loss: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attacks.attack import Attack, Table
+from attacks.attack import Attack, Table, nothing
 from attacks.inputs import (
     DEEP,
     LONG,
@@ -90,6 +90,8 @@ def run_and(spoil: Callable[[Path], None]) -> Prepare:
     """The run ``first`` after one step, with a changed checkpoint and correct checksums."""
 
     def prepare(folder: Path) -> None:
+        from mppo.checkpoint.folder import manifest_bytes
+
         kept = Path(os.environ["MPPO_CACHE"]) / "attacked-run"
         if not kept.exists():
             assert train(*RUN, f"trainer.default_local_dir={kept}.new", *steps(1)) == 0
@@ -103,14 +105,14 @@ def run_and(spoil: Callable[[Path], None]) -> Prepare:
             if name in manifest["files"]:
                 data = file.read_bytes() if file.is_file() else b""
                 manifest["files"][name] = {"size": len(data), "crc32": zlib.crc32(data)}
-        (step / "manifest.json").write_text(json.dumps(manifest))
+        (step / "manifest.json").write_bytes(manifest_bytes(manifest))
 
     return prepare
 
 
-def _resume(folder: Path) -> int:
+def _resume(folder: Path, *options: str) -> int:
     where = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder / STEP}")
-    return train(*RUN, "trainer.default_local_dir=second", *steps(1), *where)
+    return train(*RUN, "trainer.default_local_dir=second", *steps(1), *where, *options)
 
 
 def resumed(given: str, spoil: Callable[[Path], None], says: str, code: int = 2) -> Attack:
@@ -205,6 +207,12 @@ def _manifest(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file.write_text(json.dumps(manifest))
 
 
+def _with_another_digit(folder: Path) -> None:
+    run_and(nothing)(folder)
+    file = folder / STEP / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 1', '"step": 0'))
+
+
 def _lose_parts(step: Path) -> None:
     file = step / "run.json"
     state = json.loads(file.read_text())
@@ -285,6 +293,22 @@ RUNS = (
         "a step that is a string",
         lambda s: _manifest(s, lambda m: m.update(step="1")),
         "step, world_size or a size in files: wrong type or out of range",
+    ),
+    Attack(
+        "a digit of a manifest changed, which would repeat a step",
+        _resume,
+        "its checksum differs",
+        within_s=60.0,
+        prepare=_with_another_digit,
+        writes=MADE,
+    ),
+    Attack(
+        "as many other prompts as the checkpoint was trained on",
+        lambda folder: _resume(folder, "data.task_kwargs.max_operand=7"),
+        "not those that the checkpoint was trained on",
+        within_s=60.0,
+        prepare=run_and(nothing),
+        writes=MADE,
     ),
     _replayed("code in a case to replay", _case_with_code, "it names posix.mkdir"),
     _replayed("a case that is a list", lambda c: write(c / "case.json", "[]"), "not an object"),

@@ -20,6 +20,8 @@ from layout_case import Case, build_role, run_cases
 from malicious_pickle import add_malicious_pickle
 from test_checkpoint_layouts import checkpointer, resume, train
 
+from mppo.checkpoint.folder import manifest_bytes
+
 SMALL_DISK_MB = 1
 
 
@@ -65,10 +67,15 @@ def newer(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
 
 
+def changed_digit(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"step": 2', '"step": 1'))
+
+
 def other_model(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["roles"]["actor"]["model"]["hidden_size"] = 64
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_bytes(manifest_bytes(manifest))
 
 
 HARM = {
@@ -78,6 +85,7 @@ HARM = {
     "missing metadata": lambda folder: (folder / "actor/.metadata").unlink(),
     "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
     "missing run state": lambda folder: (folder / "run.json").unlink(),
+    "changed digit": changed_digit,
     "newer format": newer,
     "other model": other_model,
     "being written": lambda folder: folder.rename(folder.with_name(f".{folder.name}.partial")),
@@ -94,7 +102,7 @@ def stranger(folder: Path) -> dict[str, str]:
     add_malicious_pickle(table, folder.with_name("global_step_9"))
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"]["actor/.metadata"] = asdict(file_checksum(table))
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_bytes(manifest_bytes(manifest))
     return {"resume_mode": "resume_path", "resume_from_path": str(copy)}
 
 
@@ -176,6 +184,7 @@ NAMED = {
     "missing metadata": "actor/.metadata: is missing",
     "missing manifest": "manifest.json is missing",
     "missing run state": "run.json: is missing",
+    "changed digit": "manifest.json: its checksum differs from the one that was written",
 }
 
 

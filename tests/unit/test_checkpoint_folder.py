@@ -44,7 +44,23 @@ def flip(path):
     file.write_bytes(data)
 
 
+def change_step(path):
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 7', '"step": 6'))
+
+
+def change_checksum(path):
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace("checksum", "checksun"))
+
+
 DAMAGE = {
+    "changed digit": (change_step, "manifest.json: its checksum differs"),
+    "changed name of the checksum": (change_checksum, "entries are missing"),
+    "another step's folder": (
+        lambda p: p.rename(p.with_name("other")) and make(p.parent, 6).rename(p),
+        "is of step 6, the folder's name of step 7",
+    ),
     "truncated shard": (truncate, "has 106 bytes, but 107 were written"),
     "flipped bit": (flip, "its checksum differs from the one that was written"),
     "missing file": (lambda p: (p / "actor/a.distcp").unlink(), "a.distcp: is missing"),
@@ -62,6 +78,22 @@ def test_damage_is_found_and_named(tmp_path, name):
     harm(path)
     with pytest.raises(Damaged, match=message):
         folders.read_verified(path)
+
+
+def test_a_manifest_of_an_older_version_has_no_checksum(tmp_path):
+    path = make(tmp_path, 7, {"reward": float("nan"), "rate": 1e-7, "zero": -0.0})
+    written = folders.read_manifest(path)
+    values = json.loads((path / "manifest.json").read_text())
+    assert values.pop("checksum")
+    (path / "manifest.json").write_text(json.dumps(values))
+    assert str(folders.read_manifest(path)) == str(written)
+
+
+def test_a_manifest_may_be_formatted_again(tmp_path):
+    path = make(tmp_path, 7, {"reward": float("nan"), "rate": 1e-7})
+    values = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(dict(reversed(values.items()))))
+    assert folders.read_manifest(path).step == 7
 
 
 def test_a_newer_format_is_no_damage_but_a_refusal(tmp_path):

@@ -1,14 +1,20 @@
 """The order of prompts."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mppo.batch import Prompt
 from mppo.config.errors import ConfigError
+from mppo.config.sections.data import DataConfig
 from mppo.data.loader import PromptLoader, check_batch_size
-from mppo.data.source import PromptSet
+from mppo.data.source import PromptSet, load_prompts
+from mppo.hub.builtin import load_tokenizer, resolve_model
 
 
 def prompt_set(size):
@@ -59,6 +65,66 @@ def test_a_position_in_other_data_is_refused():
         PromptLoader(prompt_set(8), 3, True, 0).load_state_dict(state)
     with pytest.raises(ValueError, match="seed = 0, this run has 1"):
         PromptLoader(prompt_set(7), 3, True, 1).load_state_dict(state)
+
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(5)]
+CHANGED = {
+    "reversed": ROWS[::-1],
+    "an edited prompt": [*ROWS[:4], {**ROWS[4], "prompt": "9+1="}],
+    "an edited answer": [{**ROWS[0], "answer": "2"}, *ROWS[1:]],
+    "an edited column": [{**ROWS[0], "level": 9}, *ROWS[1:]],
+    "other rows": [{"prompt": f"{n}*2=", "answer": "x", "level": n} for n in range(5)],
+    "text moved to the next column": [{**ROWS[0], "prompt": "0+1=1", "answer": ""}, *ROWS[1:]],
+}
+
+
+def loader_of(folder: Path, rows: list, any_content: bool = False) -> PromptLoader:
+    folder.mkdir()
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train_files=(str(file),), apply_chat_template=False)
+    prompts = load_prompts(data, load_tokenizer(resolve_model("builtin:tiny")), "train")
+    return PromptLoader(prompts, 2, True, 0, any_content)
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_a_position_in_changed_rows_of_the_same_number_is_refused(how, tmp_path):
+    saved = json.loads(json.dumps(loader_of(tmp_path / "a", ROWS).state_dict()))
+    loader_of(tmp_path / "moved", ROWS).load_state_dict(saved)
+    with pytest.raises(ConfigError) as caught:
+        loader_of(tmp_path / "b", CHANGED[how]).load_state_dict(saved)
+    (issue,) = caught.value.issues
+    assert (issue.key, issue.value) == ("data.train_files", [str(tmp_path / "b/rows.jsonl")])
+    assert "not those that the checkpoint was trained on" in issue.why
+    assert "trainer.on_changed_data=accept" in issue.fix
+
+
+def test_changed_rows_can_be_accepted_and_older_checkpoints_have_no_digest(tmp_path):
+    first = loader_of(tmp_path / "a", ROWS)
+    next(first)
+    accepting = loader_of(tmp_path / "b", CHANGED["reversed"], any_content=True)
+    accepting.load_state_dict(first.state_dict())
+    assert accepting.position == 2
+    assert accepting.state_dict()["contents"] != first.state_dict()["contents"]
+    older = {k: v for k, v in first.state_dict().items() if k != "contents"}
+    loader_of(tmp_path / "c", CHANGED["reversed"]).load_state_dict(older)
+
+
+def test_a_digest_is_the_same_in_every_process():
+    """Extra values of a task may be sets and objects, whose order and address differ."""
+    script = (
+        "from mppo.data.content import content_of\nfrom mppo.data.rows import DataRow\n"
+        "extra = {'a': {'x', 'y', 'z', 'w'}, 'b': object(), 'c': b'x', 1: [None, float('nan')]}\n"
+        "print(content_of('', '', [DataRow('p', 'a', 's', extra)]).digest)"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in "12"
+    }  # fmt: skip
+    assert len(found) == 1
 
 
 def test_steps_per_epoch_rounds_up():

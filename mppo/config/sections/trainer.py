@@ -71,6 +71,9 @@ class TrainerConfig(Section):
     on_existing_run: Literal["refuse", "set_aside"] = "refuse"
     """For a run folder that holds results of another recipe and no checkpoint: refuse to start, or
     move them into its subfolder ``earlier-N``."""
+    on_changed_data: Literal["refuse", "accept"] = "refuse"
+    """For training prompts or plain text of another content than the checkpoint was trained on:
+    refuse to resume, or continue at the same position of the new content."""
     export_hf: bool = True
     """Export the actor at the end of the run, as a Hugging Face folder."""
     critic_warmup: int = Field(default=0, ge=0)
