@@ -1,0 +1,59 @@
+"""Which process group and which neighbour a stage uses for each kind of message."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from mppo.pipeline.actions import ActionKind, RoleWork
+
+MessageGroup = Literal["pp", "pp_back", "pp_wrap", "pp_wrap_back"]
+"""Name of an attribute of ``LayoutGroups``."""
+
+
+class Route(NamedTuple):
+    """The way of a message.
+
+    Args:
+        group: process group of all messages of this direction. Messages around the pipeline's end
+            have groups of their own, because with two stages they connect the same two ranks.
+        peer: the stage at the other end.
+    """
+
+    group: MessageGroup
+    peer: int
+
+
+def route(kind: ActionKind, stage: int, stages: int) -> Route:
+    """The way of a message that a stage sends or receives.
+
+    Args:
+        kind: "receive_input", "receive_gradient", "send_output" or "send_gradient".
+        stage: index of the stage that executes the action.
+        stages: number of pipeline stages.
+    """
+    down = kind in ("receive_input", "send_output")
+    to_next = kind in ("receive_gradient", "send_output")
+    wraps = stage == (stages - 1 if to_next else 0)
+    groups: tuple[MessageGroup, ...] = ("pp", "pp_wrap") if down else ("pp_back", "pp_wrap_back")
+    return Route(groups[wraps], (stage + (1 if to_next else -1)) % stages)
+
+
+def kept_sends(stage: int, stages: int, chunks: int) -> tuple[int, int]:
+    """How many of its last outputs and gradients a stage keeps while their sends are under way.
+
+    The stage waits for the sends before these. These waits do not block, for the following reason.
+    When a stage has computed ``b`` backward passes, the next stage has received at least its first
+    ``b`` outputs, because the order of the backward passes is never ahead of that of the forward
+    passes. The stage has then computed at most ``b + most_in_flight`` forward passes. The same
+    holds on the previous stage, which has therefore consumed all but the last ``most_in_flight``
+    gradients. The last stage consumes a gradient from the first stage when it computes the
+    backward passes of the previous chunk, as many passes later as there are stages.
+
+    Args:
+        stage: index of the stage.
+        stages: number of pipeline stages.
+        chunks: largest number of model chunks of a role on a stage.
+    """
+    work = RoleWork("", (), chunks=chunks)
+    gradients = work.most_in_flight(stage - 1, stages) if stage else stages
+    return work.most_in_flight(stage, stages), gradients

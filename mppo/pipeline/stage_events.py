@@ -1,0 +1,122 @@
+"""What the stages of a pipeline issue when they execute their lists, as ``deadlock`` reads it.
+
+``executor``, ``links`` and the roles' operations do the same. Passes, reductions and weights of a
+stage involve ranks of that stage only, which all execute the same list; each is one operation here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists
+from mppo.pipeline.deadlock import Event
+from mppo.pipeline.routes import kept_sends, route
+
+
+def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[Event]]:
+    """The events of each stage while it executes its list.
+
+    Args:
+        lists: the lists of all stages, of an update or of forward passes.
+        roles: the roles in the lists.
+    """
+    chunks = max((role.chunks for role in roles), default=1)
+    return [
+        _Stage(stage, len(lists), chunks).events(actions) for stage, actions in enumerate(lists)
+    ]
+
+
+class _Stage:
+    """The host of one stage."""
+
+    def __init__(self, stage: int, stages: int, chunks: int) -> None:
+        self._stage, self._stages = stage, stages
+        self._events: list[Event] = []
+        self._received: dict[tuple[str, Numbers], int] = {}
+        self._sent: dict[str, deque[int]] = {"send_output": deque(), "send_gradient": deque()}
+        self._kept = dict(zip(self._sent, kept_sends(stage, stages, chunks), strict=True))
+        self._reductions: dict[str, int] = {}
+        self._norms: dict[str, tuple[int, int]] = {}
+        self._named: set[str] = set()
+
+    def events(self, actions: Sequence[Action]) -> list[Event]:
+        for action in actions:
+            match action.kind:
+                case "receive_input" | "receive_gradient":
+                    self._receive(action)
+                case "forward" | "backward":
+                    self._pass(action)
+                case "send_output" | "send_gradient":
+                    self._send(action)
+                case "reduce":
+                    alone = (self._stage,)
+                    group = "reduce", self._stage
+                    event = Event("collective", group=group, ranks=alone, label=action)
+                    self._reductions[action.role] = self._add(event)
+                case "norm":
+                    self._norm(action)
+                case "step":
+                    self._step(action)
+        for kind in self._sent:
+            self._release(kind, 0)
+        self._add(Event("host_wait", whole_device=True, label="the end of the update"))
+        return self._events
+
+    def _add(self, event: Event) -> int:
+        self._events.append(event)
+        return len(self._events) - 1
+
+    def _receive(self, action: Action) -> None:
+        group, peer = route(action.kind, self._stage, self._stages)
+        at = self._add(
+            Event("receive", group=group, peer=peer, message=action.numbers, label=action)
+        )
+        self._received[action.kind, action.numbers] = at
+
+    def _pass(self, action: Action) -> None:
+        message = "receive_input" if action.kind == "forward" else "receive_gradient"
+        received = self._received.pop((message, action.numbers), None)
+        if received is not None:
+            self._add(Event("stream_wait", until=received, label=action))
+        self._add(Event("kernel", label=action))
+
+    def _send(self, action: Action) -> None:
+        group, peer = route(action.kind, self._stage, self._stages)
+        *numbers, chunk = action.numbers
+        if action.kind == "send_output":
+            chunk += self._stage == self._stages - 1  # the first stage needs it for its next chunk
+        else:
+            chunk -= self._stage == 0
+        message = *numbers, chunk
+        sent = Event("send", group=group, peer=peer, message=message, label=action)
+        self._sent[action.kind].append(self._add(sent))
+        self._release(action.kind, self._kept[action.kind])
+
+    def _release(self, kind: str, kept: int) -> None:
+        while len(self._sent[kind]) > kept:
+            self._add(Event("stream_wait", until=self._sent[kind].popleft(), label="a send"))
+
+    def _norm(self, action: Action) -> None:
+        """Tied embeddings are summed, the sum of the norm starts, the statistics are copied."""
+        every = tuple(range(self._stages))
+        self._add(Event("stream_wait", until=self._reductions.pop(action.role), label=action))
+        ends = (0, self._stages - 1)
+        if self._stages > 1 and self._stage in ends:
+            tied = self._add(Event("collective", group="embedding", ranks=ends, label=action))
+            self._add(Event("stream_wait", until=tied, label=action))
+        norm = self._add(Event("collective", group="norm", ranks=every, label=action))
+        self._add(Event("host_wait", label=action))
+        if action.role not in self._named:  # all ranks exchange the names of the statistics
+            self._named.add(action.role)
+            names = Event("collective", group="world", ranks=every, on_host=True, label=action)
+            self._add(Event("host_wait", until=self._add(names), label=action))
+        sums = Event("collective", group="world", ranks=every, on_host=True, label=action)
+        self._norms[action.role] = norm, self._add(sums)
+
+    def _step(self, action: Action) -> None:
+        norm, statistics = self._norms.pop(action.role)
+        self._add(Event("host_wait", until=statistics, label=action))
+        self._add(Event("stream_wait", until=norm, label=action))
+        self._add(Event("host_wait", label=action))
+        self._add(Event("kernel", label=action))
