@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.parallel.shared_groups import PIPELINE_BACK, PIPELINE_WRAP, PIPELINE_WRAP_BACK
 
 
 def _snapshot() -> dict[str, object]:
@@ -73,12 +74,12 @@ class LayoutGroups:
         self.cp = _own_group(parallel_state.get_context_parallel_group())
         self.ep = _own_group(parallel_state.get_expert_model_parallel_group())
         self.etp = _own_group(parallel_state.get_expert_tensor_parallel_group())
-        # messages between neighbours use a group for each direction, so that two directions are
-        # never paired with each other; with interleaving the last and the first stage are
-        # neighbours as well, and with two stages they are the same pair of ranks
-        self.pp_back = _pipeline_group(layout) if layout.pp > 1 else None
-        self.pp_wrap = _pipeline_group(layout) if layout.vpp > 1 else None
-        self.pp_wrap_back = _pipeline_group(layout) if layout.vpp > 1 else None
+        # NCCL pairs the messages of two ranks in a group by their order alone, so each direction
+        # has a group; with interleaving the last and the first stage are neighbours as well, and
+        # with two stages they are the same pair of ranks
+        self.pp_back = _pipeline_group(layout, PIPELINE_BACK) if layout.pp > 1 else None
+        self.pp_wrap = _pipeline_group(layout, PIPELINE_WRAP) if layout.vpp > 1 else None
+        self.pp_wrap_back = _pipeline_group(layout, PIPELINE_WRAP_BACK) if layout.vpp > 1 else None
         self._check_coordinates()
         _restore(before)
 
@@ -128,14 +129,19 @@ class LayoutGroups:
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
-def _pipeline_group(layout: Layout) -> dist.ProcessGroup:
-    """A group of the ranks of this rank's pipeline besides Megatron's own. Collective."""
+def _pipeline_group(layout: Layout, description: str) -> dist.ProcessGroup:
+    """A group of the ranks of this rank's pipeline besides Megatron's own. Collective.
+
+    Args:
+        layout: the layout.
+        description: what the group is for; groups with another description are not this one.
+    """
     apart = layout.world // layout.pp
     groups = [
         parallel_state.create_group(
             list(range(first, layout.world, apart)),
             timeout=timedelta(minutes=30),
-            group_desc="PIPELINE_MESSAGES_GROUP",
+            group_desc=description,
         )
         for first in range(apart)
     ]

@@ -102,6 +102,11 @@ class RoleWork:
         return for_each_stage * (stages - stage - 1) + (self.chunks - 1) * stages + 1
 
 
+def is_interleaved(roles: Sequence[RoleWork]) -> bool:
+    """Whether a role has several chunks on a stage."""
+    return any(role.chunks > 1 for role in roles)
+
+
 def memory_shares(
     roles: Sequence[RoleWork], stage: int, stages: int, early: bool = True
 ) -> tuple[list[int], int]:

@@ -1,10 +1,10 @@
-"""Validation of a schedule's lists before they run, by executing them symbolically.
+"""Validation of a schedule's lists before they run, by executing them symbolically, twice.
 
-In this execution a pass blocks until its message has arrived, and "norm" is a barrier of all
-stages. Real stages wait for less, so lists that complete here cannot deadlock on real stages. The
-execution also checks that the messages from a stage to its neighbour are sent in the order in which
-the neighbour posts its receives. Each direction can therefore use a communicator of its own: NCCL
-pairs the operations of a communicator in their order.
+In the first execution a pass blocks until its message has arrived, and "norm" is a barrier of all
+stages: lists that complete do not deadlock where nothing else waits. It also checks that the
+messages from a stage to its neighbour are sent in the order in which the neighbour posts its
+receives. The second one (``stage_events.hang_of``) follows the rules of GPUs: sends that need a
+receiver, streams, communicators, hardware queues, and hosts that wait for their streams.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mppo.pipeline.actions import (
     memory_shares,
 )
 from mppo.pipeline.schedule import Schedule, make_schedule
+from mppo.pipeline.stage_events import hang_of
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
 _SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}
@@ -62,8 +63,8 @@ def check_schedule(schedule: Schedule) -> None:
 
     Raises:
         ScheduleFault: an action is missing or duplicated, an action precedes another one that it
-            depends on, the stages would deadlock, or a stage holds more activations than in
-            Megatron's schedules.
+            depends on, the stages could wait for each other for ever, or a stage holds more
+            activations than in Megatron's schedules.
     """
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
@@ -71,6 +72,9 @@ def check_schedule(schedule: Schedule) -> None:
         _check_order(schedule, actions)
         _check_in_flight(schedule, actions, stage, stages)
     run_blocking(schedule.lists)
+    hang = hang_of(schedule.lists, schedule.roles)
+    if hang is not None:
+        raise ScheduleFault(hang)
 
 
 def run_blocking(lists: StageLists) -> None:

@@ -8,7 +8,7 @@ receives. Both do so in the same order; ``mppo.pipeline.checks`` checks this for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,7 @@ from torch import Tensor
 
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
-from mppo.pipeline.actions import RoleWork
-
-_FORWARD, _BACK = 1, 2
-"""Message tags, which matter where both directions share a communicator."""
+from mppo.pipeline.routes import MessageKind, kept_sends, route
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,9 @@ class Links:
         groups = max(groups_of_roles, key=lambda groups: groups.layout.vpp)
         layout, self._has_wrap = groups.layout, groups.layout.vpp > 1
         self.stages, self.stage = layout.pp, groups.coordinates.pp
-        stride = layout.world // layout.pp
-        self._before = (groups.rank - stride) % layout.world
-        self._after = (groups.rank + stride) % layout.world
+        self._groups, self._stride = groups, layout.world // layout.pp
         self._first, self._last = self.stage == 0, self.stage == self.stages - 1
-        self._from_before = groups.pp_wrap if self._first else groups.pp
-        self._to_after = groups.pp_wrap if self._last else groups.pp
-        self._from_after = groups.pp_wrap_back if self._last else groups.pp_back
-        self._to_before = groups.pp_wrap_back if self._first else groups.pp_back
-        work = RoleWork("", (), chunks=layout.vpp)
-        self._kept_outputs = work.most_in_flight(self.stage, self.stages)
-        self._kept_gradients = self.stages
-        if not self._first:
-            self._kept_gradients = work.most_in_flight(self.stage - 1, self.stages)
+        self._kept_outputs, self._kept_gradients = kept_sends(self.stage, self.stages, layout.vpp)
         self._outputs: deque[Arriving] = deque()
         self._gradients: deque[Arriving] = deque()
         self._connect()
@@ -96,25 +83,30 @@ class Links:
 
     def receive_input(self, buffer: Tensor) -> Arriving:
         """Start to receive a message from the previous stage into ``buffer``."""
-        work = dist.irecv(buffer, self._before, group=self._from_before, tag=_FORWARD)
-        return Arriving(buffer, work)
+        return Arriving(buffer, self._start(dist.irecv, buffer, "receive_input"))
 
     def receive_gradient(self, buffer: Tensor) -> Arriving:
         """Start to receive a message from the next stage into ``buffer``."""
-        work = dist.irecv(buffer, self._after, group=self._from_after, tag=_BACK)
-        return Arriving(buffer, work)
+        return Arriving(buffer, self._start(dist.irecv, buffer, "receive_gradient"))
 
     def send_output(self, message: Tensor) -> None:
         """Start to send a message to the next stage."""
-        work = dist.isend(message, self._after, group=self._to_after, tag=_FORWARD)
-        self._outputs.append(Arriving(message, work))
+        self._outputs.append(Arriving(message, self._start(dist.isend, message, "send_output")))
         self._release(self._outputs, self._kept_outputs)
 
     def send_gradient(self, message: Tensor) -> None:
         """Start to send a message to the previous stage."""
-        work = dist.isend(message, self._before, group=self._to_before, tag=_BACK)
+        work = self._start(dist.isend, message, "send_gradient")
         self._gradients.append(Arriving(message, work))
         self._release(self._gradients, self._kept_gradients)
+
+    def _start(
+        self, start: Callable[..., dist.Work | None], message: Tensor, kind: MessageKind
+    ) -> dist.Work | None:
+        """Start a send or a receive on its route."""
+        group, peer = route(kind, self.stage, self.stages)
+        rank = self._groups.rank + (peer - self.stage) * self._stride
+        return start(message, rank, group=getattr(self._groups, group))
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
@@ -123,15 +115,6 @@ class Links:
 
     @staticmethod
     def _release(sent: deque[Arriving], kept: int) -> None:
-        """Wait for all but the last ``kept`` sends and free their messages.
-
-        These waits do not block, for the following reason. When a stage has computed ``b`` backward
-        passes, the next stage has received at least its first ``b`` outputs, because the order of
-        the backward passes is never ahead of that of the forward passes. The stage has then
-        computed at most ``b + most_in_flight`` forward passes. The same holds on the previous
-        stage, which has therefore consumed all but the last ``most_in_flight`` gradients. The last
-        stage consumes a gradient from the first stage when it computes the backward passes of the
-        previous chunk, as many passes later as there are stages.
-        """
+        """Wait for all but the last ``kept`` sends and free their messages (``kept_sends``)."""
         while len(sent) > kept:
             sent.popleft().wait()

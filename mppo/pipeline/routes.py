@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from mppo.pipeline.actions import ActionKind, RoleWork
+from mppo.pipeline.actions import RoleWork
 
 MessageGroup = Literal["pp", "pp_back", "pp_wrap", "pp_wrap_back"]
 """Name of an attribute of ``LayoutGroups``."""
+
+
+MessageKind = Literal["receive_input", "receive_gradient", "send_output", "send_gradient"]
+"""Kinds of actions that send or receive a message."""
 
 
 class Route(NamedTuple):
@@ -23,11 +27,11 @@ class Route(NamedTuple):
     peer: int
 
 
-def route(kind: ActionKind, stage: int, stages: int) -> Route:
+def route(kind: MessageKind, stage: int, stages: int) -> Route:
     """The way of a message that a stage sends or receives.
 
     Args:
-        kind: "receive_input", "receive_gradient", "send_output" or "send_gradient".
+        kind: kind of the action.
         stage: index of the stage that executes the action.
         stages: number of pipeline stages.
     """

@@ -8,9 +8,10 @@ from functools import lru_cache
 from itertools import product
 
 from mppo.config.schedule import ScheduleKind
-from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists
+from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists, is_interleaved
 from mppo.pipeline.greedy import greedy_orders
 from mppo.pipeline.simulation import Simulation, Step, simulate, stage_order, steps_of
+from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
 
 
@@ -75,22 +76,60 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     With interleaving, orders that hold fewer activations (``RoleWork.most_in_flight``) are
     candidates as well: they complete a mini-batch earlier, so its step delays others less.
 
+    The fastest candidate whose stages cannot wait for each other for ever (``hang_of``) is chosen.
+    One that stays free of such waits if a pass waits for the whole device is preferred if it is at
+    most a tenth slower. With interleaving hardly any does.
+
     Args:
         kind: the kind of schedule, see ``candidate_streams``.
         roles: passes, optimizer steps and costs of each role.
         stages: number of pipeline stages.
+
+    Returns:
+        The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
+        refuses.
     """
-    best: tuple[Simulation, Stream] | None = None
-    choices = (True, False) if any(role.chunks > 1 for role in roles) else (True,)
+    candidates = _candidates(kind, roles, stages)
+    safe: Schedule | None = None
+    for simulation, stream in candidates:
+        if safe is not None and (
+            is_interleaved(roles) or simulation.end > _SLOWER * safe.simulation.end
+        ):
+            break
+        schedule = _with_lists(kind, roles, stream, simulation)
+        if not is_interleaved(roles) and hang_of(schedule.lists, roles, "device") is None:
+            return schedule
+        if safe is None and hang_of(schedule.lists, roles) is None:
+            safe = schedule
+    if safe is not None:
+        return safe
+    simulation, stream = candidates[0]
+    return _with_lists(kind, roles, stream, simulation)
+
+
+_SLOWER = 1.1
+
+
+def _candidates(
+    kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int
+) -> list[tuple[Simulation, Stream]]:
+    """Simulate all candidates for a schedule, and list them, the fastest first."""
+    found: list[tuple[Simulation, Stream]] = []
+    choices = (True, False) if is_interleaved(roles) else (True,)
     for stream, early in product(candidate_streams(kind, roles, stages), choices):
         usual = [stage_order(stream, roles, stage, stages, early) for stage in range(stages)]
         for orders in (usual, greedy_orders(stream, roles, stages, early)):
             simulation = simulate(stream, roles, orders)
-            if simulation and (best is None or simulation.end < best[0].end):
-                best = simulation, stream
-    assert best is not None
-    simulation, stream = best
-    steps = steps_of(stream)
+            if simulation:
+                found.append((simulation, stream))
+    return sorted(found, key=lambda candidate: candidate[0].end)
+
+
+def _with_lists(
+    kind: ScheduleKind, roles: tuple[RoleWork, ...], stream: Stream, simulation: Simulation
+) -> Schedule:
+    """Make the lists of a candidate."""
+    steps, stages = steps_of(stream), len(simulation.orders)
     lists = [
         _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)
         for stage in range(stages)
@@ -167,32 +206,23 @@ def _with_messages(
 
     The first stage follows the last one in the next chunk.
 
-    A message is sent directly after the pass that computes it. A receive is posted one pass
-    before the pass that needs the message, so that the message arrives during the earlier pass.
-    No receive is moved before an optimizer step, because the update may end there.
+    A message is sent directly after the pass that computes it. A receive is posted directly before
+    the pass that needs the message. A receive that is posted earlier would let the message arrive
+    during the pass before, but a wait for the whole device within that pass (memory that is
+    returned, a kernel that is launched for the first time) would then wait for the message, too.
     """
     last_chunks = {role.name: role.chunks - 1 for role in roles}
     result: list[Action] = []
-    place = 0
     for action in actions:
         is_first = stage == 0 and action.chunk == 0
         is_last = stage == stages - 1 and action.chunk == last_chunks[action.role]
-        if action.kind == "forward":
-            if not is_first:
-                result.insert(place, action.of_kind("receive_input"))
-            place = len(result)
-            result.append(action)
-            if not is_last:
-                result.append(action.of_kind("send_output"))
-        elif action.kind == "backward":
-            if not is_last:
-                result.insert(place, action.of_kind("receive_gradient"))
-            place = len(result)
-            result.append(action)
-            if not is_first:
-                result.append(action.of_kind("send_gradient"))
-        else:
-            result.append(action)
-            if action.kind == "step":
-                place = len(result)
+        if action.kind == "forward" and not is_first:
+            result.append(action.of_kind("receive_input"))
+        elif action.kind == "backward" and not is_last:
+            result.append(action.of_kind("receive_gradient"))
+        result.append(action)
+        if action.kind == "forward" and not is_last:
+            result.append(action.of_kind("send_output"))
+        elif action.kind == "backward" and not is_first:
+            result.append(action.of_kind("send_gradient"))
     return result

@@ -8,10 +8,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
-from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists
-from mppo.pipeline.deadlock import Event
-from mppo.pipeline.routes import kept_sends, route
+from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists, is_interleaved
+from mppo.pipeline.deadlock import Event, Rules, find_hang
+from mppo.pipeline.routes import MessageKind, kept_sends, route
+
+QUEUES, QUEUES_INTERLEAVED = 1, 32
+"""Hardware queues with which lists must not hang. ``mppo.parallel.environment`` sets them.
+
+With one queue a third of the interleaved schedules hang.
+"""
+
+
+def hang_of(
+    lists: StageLists,
+    roles: Sequence[RoleWork],
+    host_waits: Literal["stream", "device"] = "stream",
+) -> str | None:
+    """Find out whether the stages wait for each other for ever, or exchange the wrong messages.
+
+    Sends need their receivers, and all stages wait in "norm" as with tied embeddings.
+
+    Args:
+        lists: the lists of all stages.
+        roles: the roles in the lists.
+        host_waits: what the host waits for in every pass: the stream on which it computes, as
+            with experts, whose token counts it reads; or the whole device.
+
+    Returns:
+        A description of the fault; None if there is none.
+    """
+    queues = QUEUES_INTERLEAVED if is_interleaved(roles) else QUEUES
+    return find_hang(events_of(lists, roles), Rules(queues=queues, host_waits=host_waits))
 
 
 def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[Event]]:
@@ -44,11 +73,11 @@ class _Stage:
         for action in actions:
             match action.kind:
                 case "receive_input" | "receive_gradient":
-                    self._receive(action)
+                    self._receive(action, action.kind)
                 case "forward" | "backward":
                     self._pass(action)
                 case "send_output" | "send_gradient":
-                    self._send(action)
+                    self._send(action, action.kind)
                 case "reduce":
                     alone = (self._stage,)
                     group = "reduce", self._stage
@@ -67,12 +96,12 @@ class _Stage:
         self._events.append(event)
         return len(self._events) - 1
 
-    def _receive(self, action: Action) -> None:
-        group, peer = route(action.kind, self._stage, self._stages)
+    def _receive(self, action: Action, kind: MessageKind) -> None:
+        group, peer = route(kind, self._stage, self._stages)
         at = self._add(
             Event("receive", group=group, peer=peer, message=action.numbers, label=action)
         )
-        self._received[action.kind, action.numbers] = at
+        self._received[kind, action.numbers] = at
 
     def _pass(self, action: Action) -> None:
         message = "receive_input" if action.kind == "forward" else "receive_gradient"
@@ -81,17 +110,17 @@ class _Stage:
             self._add(Event("stream_wait", until=received, label=action))
         self._add(Event("kernel", label=action))
 
-    def _send(self, action: Action) -> None:
-        group, peer = route(action.kind, self._stage, self._stages)
+    def _send(self, action: Action, kind: MessageKind) -> None:
+        group, peer = route(kind, self._stage, self._stages)
         *numbers, chunk = action.numbers
-        if action.kind == "send_output":
+        if kind == "send_output":
             chunk += self._stage == self._stages - 1  # the first stage needs it for its next chunk
         else:
             chunk -= self._stage == 0
         message = *numbers, chunk
         sent = Event("send", group=group, peer=peer, message=message, label=action)
-        self._sent[action.kind].append(self._add(sent))
-        self._release(action.kind, self._kept[action.kind])
+        self._sent[kind].append(self._add(sent))
+        self._release(kind, self._kept[kind])
 
     def _release(self, kind: str, kept: int) -> None:
         while len(self._sent[kind]) > kept:

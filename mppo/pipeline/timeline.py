@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mppo.parallel import device
+from mppo.parallel.measurement.stream_clock import StreamClock
 from mppo.pipeline.actions import COMPUTE, Action
 from mppo.pipeline.schedule import Schedule
 
 SHOWN = (*COMPUTE, "reduce", "norm", "step")
 """Kinds of actions that a timeline shows; the others take almost no time."""
+
+
+Mark = Callable[[], Callable[[], float]]
+"""Marks a point of the program; what it returns tells the point's time in seconds, later."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +37,44 @@ class Event:
 
 
 class Recorder:
-    """Records the actions of this rank.
-
-    The device is synchronised after each action, which slows the update down.
+    """Records the actions of this rank, without waiting for its device.
 
     Args:
-        clock: returns the time in seconds.
-
-    Attributes:
-        events: the recorded actions, in order.
+        mark: marks a point of the program; the result returns its time in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.events: list[Event] = []
-        self._clock, self._waited = clock, 0.0
+    def __init__(self, mark: Mark | None = None) -> None:
+        self._mark = StreamClock().mark if mark is None else mark
+        self._actions: list[tuple[Action, list[Callable[[], float]]]] = []
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Record the action that runs in this context."""
-        start, self._waited = self._clock(), 0.0
+        if action.kind not in SHOWN:
+            yield
+            return
+        marks = [self._mark()]
+        self._actions.append((action, marks))
         yield
-        device.synchronize()
-        if action.kind in SHOWN:
-            self.events.append(Event(action, start, self._waited, self._clock()))
+        marks.append(self._mark())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time in this context as waiting time of the current action."""
-        start = self._clock()
+        marks = self._actions[-1][1]
+        marks.append(self._mark())
         yield
-        device.synchronize()
-        self._waited += self._clock() - start
+        marks.append(self._mark())
+
+    @property
+    def events(self) -> list[Event]:
+        """The recorded actions, in order; read them when the device has completed them."""
+        events = []
+        for action, marks in self._actions:
+            start, *waits, end = (time() for time in marks)
+            waited = sum(waits[1::2]) - sum(waits[::2])
+            events.append(Event(action, start, waited, end))
+        return events
 
 
 def planned_events(schedule: Schedule) -> list[list[Event]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_case import batch_of, run_cases
+from ordered_messages import ordered_messages
 
 from mppo.report.html.timelines import newest_timelines
 
@@ -66,6 +68,8 @@ class Update:
         recorded: run folder in which all updates of that kind are recorded; None: not recorded.
         beside: the critic's model, where it has another one.
         offloaded: all parts of the roles leave the device in the phases that do not use them.
+        messages: "by order": with NCCL's rules (``ordered_messages``); "after waits": besides,
+            each pass waits for all messages that have begun; None: gloo's.
     """
 
     model: str
@@ -75,6 +79,7 @@ class Update:
     recorded: str | None = None
     beside: Update | None = None
     offloaded: bool = False
+    messages: str | None = None
 
 
 PP2 = both(f"{PP}=2")
@@ -138,6 +143,15 @@ CASES = {
         "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
     ),
     "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
+    "PP2, messages by their order": Update("qwen2_tied", PP2, messages="by order"),
+    "PP2, waits for all messages, recorded": Update(
+        "qwen2", PP2, messages="after waits", recorded="waiting"
+    ),
+    "PP4, waits for all messages": Update("qwen2", both(f"{PP}=4"), messages="after waits"),
+    "VPP2xPP2, messages by their order": Update("qwen2", VPP2, messages="by order"),
+    "VPP2xPP2, recorded, messages by their order": Update(
+        "qwen2", VPP2, messages="by order", recorded="in order"
+    ),
     "MLA and MoE with moving biases, TP2xPP2": Update(
         "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
     ),
@@ -150,7 +164,7 @@ _sequential: dict[Update, dict] = {}
 
 def updated(case: Update, folder: Path, registry) -> dict:
     """Results of three updates on this rank, by the case's schedule and sequentially."""
-    same = replace(case, kind="sequential", recorded=None, offloaded=False)
+    same = replace(case, kind="sequential", recorded=None, offloaded=False, messages=None)
     if same not in _sequential:
         _sequential[same] = _updates(same, "sequential", folder, registry)
     expected = _sequential[same]
@@ -160,7 +174,29 @@ def updated(case: Update, folder: Path, registry) -> dict:
         case = replace(case, overrides=(*case.overrides, recorded, where))
     if case.offloaded:
         case = replace(case, overrides=(*case.overrides, *OFFLOADED))
-    return {"expected": expected, "found": _updates(case, case.kind, folder, registry)}
+    emulation = nullcontext()
+    if case.messages is not None:
+        emulation = ordered_messages(device_waits=case.messages == "after waits")
+    with emulation:
+        found = _updates(case, case.kind, folder, registry)
+    return {"expected": expected, "found": found, "shared": shared_message_groups(registry)}
+
+
+KINDS_OF_MESSAGES = {"pp", "pp_back", "pp_wrap", "pp_wrap_back"}
+
+
+def shared_message_groups(registry) -> list[tuple[str, str]]:
+    """Groups of messages between stages that something else uses, too, in the layouts so far."""
+    uses: dict[int, set[str]] = {}
+    messages: dict[int, str] = {}
+    for groups in registry._by_layout.values():
+        own = {name: value for name, value in vars(groups).items() if name in KINDS_OF_MESSAGES}
+        for name, value in (groups._state | own).items():
+            if (isinstance(value, dist.ProcessGroup) and value is not groups.pp) or name == "pp":
+                uses.setdefault(id(value), set()).add(name)
+        if groups.layout.pp > 1:
+            messages |= {id(value): name for name, value in own.items() if value is not None}
+    return [(name, str(uses[group])) for group, name in messages.items() if len(uses[group]) > 1]
 
 
 def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
@@ -240,7 +276,8 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_gradients_metrics_and_weights(name, outcomes):
-    expected, found = outcomes[name].values()
+    expected, found, shared = outcomes[name].values()
+    assert not shared, "NCCL pairs the messages of a group by their order alone"
     for there, here in zip(expected["metrics"], found["metrics"], strict=True):
         there, here = (
             {k: v for k, v in m.items() if not k.startswith("perf/")} for m in (there, here)

@@ -197,16 +197,16 @@ def test_a_role_with_fewer_mini_batches_fills_the_pipeline_between_all_of_the_ot
     assert spread.makespan == equal.makespan
 
 
-def test_messages_are_awaited_during_the_computation_before():
+def test_messages_are_received_directly_before_the_pass_that_needs_them():
     work = (RoleWork("critic", (2,)), RoleWork("actor", (2,)))
     second = make_schedule("flush_free", work, 2).lists[1]
     kinds = [(a.kind, a.role, a.micro_batch) for a in second[:6]]
     assert kinds == [
         ("receive_input", "critic", 0),
         ("forward", "critic", 0),
-        ("receive_input", "critic", 1),
         ("backward", "critic", 0),
         ("send_gradient", "critic", 0),
+        ("receive_input", "critic", 1),
         ("forward", "critic", 1),
     ]
 

@@ -30,13 +30,30 @@ def test_the_plan_idles_as_the_simulation_says(kind):
     assert max(e.end for row in rows for e in row) == schedule.simulation.makespan
 
 
+class LateClock:
+    """Its times are known only at the end, as those of a device."""
+
+    def __init__(self, *times: float) -> None:
+        self._times, self.marks = times, 0
+
+    def mark(self):
+        number = self.marks
+        self.marks += 1
+        return lambda: self._times[number]
+
+
 def test_a_recorder_tells_waiting_from_computing():
-    times = iter([1.0, 2.0, 5.0, 7.0])
-    recorder = Recorder(clock=lambda: next(times))
-    action = Action("forward", "actor", 0, 1)
+    clock = LateClock()
+    recorder = Recorder(clock.mark)
+    action, other = Action("forward", "actor", 0, 1), Action("step", "actor", 0)
     with recorder.action(action), recorder.waiting():
         pass
-    assert recorder.events == [Event(action, 1.0, 3.0, 7.0)]
+    with recorder.action(Action("receive_input", "actor", 0, 2)):
+        pass
+    with recorder.action(other):
+        pass
+    clock._times = (1.0, 2.0, 5.0, 7.0, 7.5, 8.0)
+    assert recorder.events == [Event(action, 1.0, 3.0, 7.0), Event(other, 7.5, 0.0, 8.0)]
 
 
 def test_a_trace_names_what_ran_and_what_waited():
