@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import RoleCase, roles_in_use, world_size_of
+from mppo.config.rules.rule import RoleCase, is_interleaved, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
-from mppo.parallel.environment import set_for_training
+from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
 from mppo.simulation.model_config import ModelConfigs
@@ -72,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             planned_world = world or world_size_of(recipe)
             code = _dry_run(recipe, planned_world, info, read_config, arguments)
             return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
-        set_for_training(os.environ, recipe.rollout.sync == "distributed")  # NCCL reads them later
-        _check_environment(info)
+        interleaved = is_interleaved(recipe)
+        # CUDA and NCCL read them later
+        set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
+        _check_environment(info, interleaved)
     except (ConfigError, ValueError) as error:
         return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.early_exit import no_early_success
@@ -149,12 +151,14 @@ def _check_engine(recipe: Recipe, config, planned: bool) -> Iterable[ConfigIssue
     return engine_issues(recipe, config, on_cpu=not planned and not device.is_cuda())
 
 
-def _check_environment(info: LaunchInfo) -> None:
+def _check_environment(info: LaunchInfo, interleaved: bool) -> None:
     """Check device and packages; the first rank says which packages are not the tested ones."""
     from mppo.parallel import device
     from mppo.parallel.node.versions import check_versions
 
     device.check()
+    if device.is_cuda():
+        check_queues(os.environ, interleaved)
     remark = check_versions()
     if remark and info.rank == 0:
         exit_report.say(remark)

@@ -20,6 +20,8 @@ class EnvironmentRule:
         why: the reason for ``value`` and ``for_servers``.
         value: the value that training sets if the user has not set the variable; None: training
             does not set it.
+        interleaved: ``value`` where a role has several model chunks on a pipeline stage; None: the
+            same value.
         for_broadcasts: ``value`` is set only with ``rollout.sync=distributed``. Servers then
             inherit the trainer's value, because both ends of a communicator need the same one.
         for_servers: whether a server that mppo starts inherits the variable.
@@ -28,9 +30,16 @@ class EnvironmentRule:
     names: str
     why: str
     value: str | None = None
+    interleaved: str | None = None
     for_broadcasts: bool = False
     for_servers: bool = False
 
+
+QUEUES, QUEUES_INTERLEAVED = 1, 32
+"""Hardware queues of a GPU with which ``mppo.pipeline.checks`` examines lists of actions.
+
+With one queue a third of the interleaved lists can hang.
+"""
 
 _LAUNCHER = "describes the rank; a server is none"
 _NETWORK = "names the machine's network, which servers use for rollout.sync=distributed"
@@ -39,9 +48,16 @@ _ONE_TREATMENT = "SGLang turns it off; NCCL hangs if the two ends of a communica
 ROWS = (
     EnvironmentRule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        "with one queue, Megatron's communication starts before the computation that hides it; "
-        "SGLang overlaps otherwise",
-        value="1",
+        "with one queue, Megatron's communication starts before the computation that hides it, but "
+        "interleaved stages can wait for each other for ever; SGLang overlaps otherwise",
+        value=str(QUEUES),
+        interleaved=str(QUEUES_INTERLEAVED),
+    ),
+    EnvironmentRule(
+        "CUDA_MODULE_LOADING",
+        "a kernel that is loaded when it is first used waits for the whole device, and thereby for "
+        "messages that other ranks have not sent yet; a server chooses for itself",
+        value="EAGER",
     ),
     EnvironmentRule("NCCL_CUMEM_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
     EnvironmentRule("NCCL_NVLS_ENABLE", _ONE_TREATMENT, value="0", for_broadcasts=True),
@@ -52,9 +68,13 @@ ROWS = (
     EnvironmentRule("NCCL_*", "tunes training's communicators; SGLang sets its own values"),
     EnvironmentRule("TORCH_NCCL_*", "tunes training's process groups"),
     EnvironmentRule(
-        "PYTORCH_*ALLOC_CONF",
-        "expandable segments help training; memory that a server releases between generations "
-        "cannot be in them",
+        "PYTORCH_ALLOC_CONF",
+        "to free other memory than expandable segments, torch waits for the whole device, as "
+        "above; memory that a server releases between generations cannot be in them",
+        value="expandable_segments:True",
+    ),
+    EnvironmentRule(
+        "PYTORCH_*ALLOC_CONF", "older names of the one above; training sets neither if one is set"
     ),
     EnvironmentRule("NVTE_*", "chooses Transformer Engine's kernels for training"),
     *(
@@ -70,7 +90,9 @@ ROWS = (
 """The first row that matches a variable applies. Servers inherit variables without a row."""
 
 
-def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False) -> None:
+def set_for_training(
+    environ: MutableMapping[str, str], broadcasts: bool = False, interleaved: bool | None = None
+) -> None:
     """Set the variables that training needs, except those that the user has set.
 
     Call it before CUDA and NCCL read them.
@@ -78,10 +100,38 @@ def set_for_training(environ: MutableMapping[str, str], broadcasts: bool = False
     Args:
         environ: this process's environment.
         broadcasts: whether weights reach the servers by ``rollout.sync=distributed``.
+        interleaved: whether a role has several model chunks on a pipeline stage; None: not known
+            yet, variables that depend on it are not set.
     """
     for row in ROWS:
-        if row.value is not None and (broadcasts or not row.for_broadcasts):
-            environ.setdefault(row.names, row.value)
+        value = row.interleaved if interleaved and row.interleaved is not None else row.value
+        if value is None or (row.for_broadcasts and not broadcasts):
+            continue
+        if interleaved is None and row.interleaved is not None:
+            continue
+        if "ALLOC_CONF" not in row.names or not any("ALLOC_CONF" in name for name in environ):
+            environ.setdefault(row.names, value)
+
+
+def check_queues(environ: Mapping[str, str], interleaved: bool) -> None:
+    """Check the user's number of hardware queues of a GPU.
+
+    Args:
+        environ: this process's environment.
+        interleaved: as in ``set_for_training``.
+
+    Raises:
+        ValueError: with it, the stages of an interleaved pipeline could wait for each other for
+            ever.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    queues = environ.get(name, str(QUEUES_INTERLEAVED))
+    if interleaved and queues != str(QUEUES_INTERLEAVED):
+        raise ValueError(
+            f"{name}={queues}: with virtual_pipeline_model_parallel_size, streams that share a "
+            "hardware queue can make the pipeline's stages wait for each other for ever: unset it, "
+            f"or set it to {QUEUES_INTERLEAVED}"
+        )
 
 
 def for_server(environ: Mapping[str, str], broadcasts: bool = False) -> dict[str, str]:

@@ -10,15 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
+from mppo.parallel.environment import QUEUES, QUEUES_INTERLEAVED
 from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists, is_interleaved
 from mppo.pipeline.deadlock import Event, Rules, find_hang
 from mppo.pipeline.routes import MessageKind, kept_sends, route
-
-QUEUES, QUEUES_INTERLEAVED = 1, 32
-"""Hardware queues with which lists must not hang. ``mppo.parallel.environment`` sets them.
-
-With one queue a third of the interleaved schedules hang.
-"""
 
 
 def hang_of(

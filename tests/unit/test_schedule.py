@@ -130,6 +130,7 @@ def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     assert all(steps_of_stage == steps[: steps.index(left)] for steps_of_stage in taken)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts):
     # the roles have one, two, one, two, ... chunks
@@ -144,6 +145,7 @@ def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts
     assert len(set(passes[0])) == sum(r.micro_batches[0] * r.chunks for r in roles)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))
 def test_sequential_idles_as_the_formula_says(stages, count, mini_batches):
     work = tuple(RoleWork(name, (count,) * mini_batches) for name in ("critic", "actor"))

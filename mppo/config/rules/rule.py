@@ -105,6 +105,11 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def is_interleaved(recipe: Recipe) -> bool:
+    """Whether a role has several model chunks on a pipeline stage."""
+    return any(role.megatron.virtual_pipeline_model_parallel_size for role in roles_in_use(recipe))
+
+
 def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
     """The actor, then critic, reference and reward model if the recipe needs them."""
     actor, critic, ref, dtype = recipe.actor, recipe.critic, recipe.ref, recipe.model.dtype
