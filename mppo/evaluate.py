@@ -29,7 +29,7 @@ from mppo.agents.function import AgentFunction
 from mppo.batch import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import is_interleaved, roles_in_use
+from mppo.config.rules.rule import has_interleaved_role, roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.data.source import load_prompts
@@ -231,7 +231,7 @@ def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace
     recipe = evaluation.recipe
     trainer = recipe.trainer
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
-    set_for_training(os.environ, recipe.rollout.sync == "distributed", is_interleaved(recipe))
+    set_for_training(os.environ, recipe.rollout.sync == "distributed", has_interleaved_role(recipe))
     on_failure = partial(report_failure, info=info, recipe=recipe)
     watch = (info, trainer.heartbeat_timeout_s, hang_s, evaluation.files / "stacks")
     with (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import RoleCase, is_interleaved, roles_in_use, world_size_of
+from mppo.config.rules.rule import RoleCase, has_interleaved_role, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             planned_world = world or world_size_of(recipe)
             code = _dry_run(recipe, planned_world, info, read_config, arguments)
             return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
-        interleaved = is_interleaved(recipe)
+        interleaved = has_interleaved_role(recipe)
         # CUDA and NCCL read them later
         set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
         _check_environment(info, interleaved)

@@ -32,7 +32,7 @@ COMPUTE_STREAM = "compute"
 _NOTHING = -1
 
 
-class Event(NamedTuple):
+class RankEvent(NamedTuple):
     """Something that the host of a rank does; each rank has a list of them, in order.
 
     Args:
@@ -94,7 +94,7 @@ class Rules:
     host_waits: Literal["nothing", "stream", "device"] = "nothing"
 
 
-def find_hang(lists: Sequence[Sequence[Event]], rules: Rules) -> str | None:
+def find_hang(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> str | None:
     """Find out whether ranks wait for ever, or exchange the wrong messages.
 
     Args:
@@ -139,7 +139,7 @@ class _Graph:
         self.following[first].append(then)
         self.missing[then] += 1
 
-    def hang(self, lists: Sequence[Sequence[Event]]) -> str | None:
+    def hang(self, lists: Sequence[Sequence[RankEvent]]) -> str | None:
         """Let all nodes happen that can; describe a circle of the others."""
         missing, following = self.missing, self.following
         todo = deque(node for node, count in enumerate(missing) if not count)
@@ -176,7 +176,7 @@ class _Partners:
         self.collectives: dict[tuple[Hashable, bool], dict[int, list[tuple[int, int]]]] = {}
         self.members: dict[tuple[Hashable, bool], set[int]] = {}
 
-    def add(self, rank: int, at: int, event: Event, start: int, end: int) -> None:
+    def add(self, rank: int, at: int, event: RankEvent, start: int, end: int) -> None:
         """Add a communication of a rank."""
         if event.kind == "collective":
             group = event.group, event.on_host
@@ -188,7 +188,7 @@ class _Partners:
             self.receives, (event.peer, rank))  # fmt: skip
         table.setdefault((event.group, event.on_host, *pair), []).append((start, end, rank, at))
 
-    def join(self, graph: _Graph, rules: Rules, lists: Sequence[Sequence[Event]]) -> str | None:
+    def join(self, graph: _Graph, rules: Rules, lists: Sequence[Sequence[RankEvent]]) -> str | None:
         """Let each communication wait for its partners; describe one that has none."""
         for key in self.sends.keys() | self.receives.keys():
             sends, receives = self.sends.get(key, []), self.receives.get(key, [])
@@ -231,7 +231,7 @@ class _Issue:
         self._ends: list[int] = []
         self._batch = 0, _NOTHING, _NOTHING
 
-    def all(self, events: Sequence[Event]) -> None:
+    def all(self, events: Sequence[RankEvent]) -> None:
         """Issue all events."""
         for at, event in enumerate(events):
             place = self._rank, at
@@ -250,7 +250,7 @@ class _Issue:
             elif event.kind == "kernel" and self._rules.host_waits == "device":
                 self._host_wait(place, self._tails.values())
 
-    def _awaited(self, event: Event) -> Collection[int]:
+    def _awaited(self, event: RankEvent) -> Collection[int]:
         """What a wait waits for."""
         if event.whole_device:
             return self._tails.values()
@@ -272,7 +272,7 @@ class _Issue:
         self._tails[stream] = self._started[queue] = node
         return node
 
-    def _communicate(self, place: tuple[int, int], event: Event) -> int:
+    def _communicate(self, place: tuple[int, int], event: RankEvent) -> int:
         """Start a communication, or the batch that it belongs to; return its end."""
         batch, start, end = self._batch
         follows = self._ends and end == self._ends[-1]
@@ -282,7 +282,7 @@ class _Issue:
         self._partners.add(*place, event, start, end)
         return end
 
-    def _start(self, place: tuple[int, int], event: Event) -> tuple[int, int]:
+    def _start(self, place: tuple[int, int], event: RankEvent) -> tuple[int, int]:
         graph = self._graph
         if event.on_host:
             start = graph.node(place, self._host)
@@ -298,7 +298,7 @@ class _Issue:
         return start, end
 
 
-def _name(lists: Sequence[Sequence[Event]], rank: int, at: int) -> str:
+def _name(lists: Sequence[Sequence[RankEvent]], rank: int, at: int) -> str:
     event = lists[rank][at]
     text = f"rank {rank}: {event.kind}"
     if event.group is not None:

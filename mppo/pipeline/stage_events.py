@@ -12,7 +12,7 @@ from typing import Literal
 
 from mppo.parallel.environment import QUEUES, QUEUES_INTERLEAVED
 from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists, is_interleaved
-from mppo.pipeline.deadlock import Event, Rules, find_hang
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 from mppo.pipeline.routes import MessageKind, kept_sends, route
 
 
@@ -38,7 +38,7 @@ def hang_of(
     return find_hang(events_of(lists, roles), Rules(queues=queues, host_waits=host_waits))
 
 
-def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[Event]]:
+def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[RankEvent]]:
     """The events of each stage while it executes its list.
 
     Args:
@@ -56,7 +56,7 @@ class _Stage:
 
     def __init__(self, stage: int, stages: int, chunks: int) -> None:
         self._stage, self._stages = stage, stages
-        self._events: list[Event] = []
+        self._events: list[RankEvent] = []
         self._received: dict[tuple[str, Numbers], int] = {}
         self._sent: dict[str, deque[int]] = {"send_output": deque(), "send_gradient": deque()}
         self._kept = dict(zip(self._sent, kept_sends(stage, stages, chunks), strict=True))
@@ -64,7 +64,7 @@ class _Stage:
         self._norms: dict[str, tuple[int, int]] = {}
         self._named: set[str] = set()
 
-    def events(self, actions: Sequence[Action]) -> list[Event]:
+    def events(self, actions: Sequence[Action]) -> list[RankEvent]:
         for action in actions:
             match action.kind:
                 case "receive_input" | "receive_gradient":
@@ -76,7 +76,7 @@ class _Stage:
                 case "reduce":
                     alone = (self._stage,)
                     group = "reduce", self._stage
-                    event = Event("collective", group=group, ranks=alone, label=action)
+                    event = RankEvent("collective", group=group, ranks=alone, label=action)
                     self._reductions[action.role] = self._add(event)
                 case "norm":
                     self._norm(action)
@@ -84,17 +84,17 @@ class _Stage:
                     self._step(action)
         for kind in self._sent:
             self._release(kind, 0)
-        self._add(Event("host_wait", whole_device=True, label="the end of the update"))
+        self._add(RankEvent("host_wait", whole_device=True, label="the end of the update"))
         return self._events
 
-    def _add(self, event: Event) -> int:
+    def _add(self, event: RankEvent) -> int:
         self._events.append(event)
         return len(self._events) - 1
 
     def _receive(self, action: Action, kind: MessageKind) -> None:
         group, peer = route(kind, self._stage, self._stages)
         at = self._add(
-            Event("receive", group=group, peer=peer, message=action.numbers, label=action)
+            RankEvent("receive", group=group, peer=peer, message=action.numbers, label=action)
         )
         self._received[kind, action.numbers] = at
 
@@ -102,8 +102,8 @@ class _Stage:
         message = "receive_input" if action.kind == "forward" else "receive_gradient"
         received = self._received.pop((message, action.numbers), None)
         if received is not None:
-            self._add(Event("stream_wait", until=received, label=action))
-        self._add(Event("kernel", label=action))
+            self._add(RankEvent("stream_wait", until=received, label=action))
+        self._add(RankEvent("kernel", label=action))
 
     def _send(self, action: Action, kind: MessageKind) -> None:
         group, peer = route(kind, self._stage, self._stages)
@@ -113,34 +113,34 @@ class _Stage:
         else:
             chunk -= self._stage == 0
         message = *numbers, chunk
-        sent = Event("send", group=group, peer=peer, message=message, label=action)
+        sent = RankEvent("send", group=group, peer=peer, message=message, label=action)
         self._sent[kind].append(self._add(sent))
         self._release(kind, self._kept[kind])
 
     def _release(self, kind: str, kept: int) -> None:
         while len(self._sent[kind]) > kept:
-            self._add(Event("stream_wait", until=self._sent[kind].popleft(), label="a send"))
+            self._add(RankEvent("stream_wait", until=self._sent[kind].popleft(), label="a send"))
 
     def _norm(self, action: Action) -> None:
         """Tied embeddings are summed, the sum of the norm starts, the statistics are copied."""
         every = tuple(range(self._stages))
-        self._add(Event("stream_wait", until=self._reductions.pop(action.role), label=action))
+        self._add(RankEvent("stream_wait", until=self._reductions.pop(action.role), label=action))
         ends = (0, self._stages - 1)
         if self._stages > 1 and self._stage in ends:
-            tied = self._add(Event("collective", group="embedding", ranks=ends, label=action))
-            self._add(Event("stream_wait", until=tied, label=action))
-        norm = self._add(Event("collective", group="norm", ranks=every, label=action))
-        self._add(Event("host_wait", label=action))
+            tied = self._add(RankEvent("collective", group="embedding", ranks=ends, label=action))
+            self._add(RankEvent("stream_wait", until=tied, label=action))
+        norm = self._add(RankEvent("collective", group="norm", ranks=every, label=action))
+        self._add(RankEvent("host_wait", label=action))
         if action.role not in self._named:  # all ranks exchange the names of the statistics
             self._named.add(action.role)
-            names = Event("collective", group="world", ranks=every, on_host=True, label=action)
-            self._add(Event("host_wait", until=self._add(names), label=action))
-        sums = Event("collective", group="world", ranks=every, on_host=True, label=action)
+            names = RankEvent("collective", group="world", ranks=every, on_host=True, label=action)
+            self._add(RankEvent("host_wait", until=self._add(names), label=action))
+        sums = RankEvent("collective", group="world", ranks=every, on_host=True, label=action)
         self._norms[action.role] = norm, self._add(sums)
 
     def _step(self, action: Action) -> None:
         norm, statistics = self._norms.pop(action.role)
-        self._add(Event("host_wait", until=statistics, label=action))
-        self._add(Event("stream_wait", until=norm, label=action))
-        self._add(Event("host_wait", label=action))
-        self._add(Event("kernel", label=action))
+        self._add(RankEvent("host_wait", until=statistics, label=action))
+        self._add(RankEvent("stream_wait", until=norm, label=action))
+        self._add(RankEvent("host_wait", label=action))
+        self._add(RankEvent("kernel", label=action))

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.pipeline.deadlock import Event, Rules, find_hang
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 
 FREE = Rules(rendezvous=False, queues=32)
 
 
-def send(peer: int, group: str = "g", **more) -> Event:
-    return Event("send", group=group, peer=peer, **more)
+def send(peer: int, group: str = "g", **more) -> RankEvent:
+    return RankEvent("send", group=group, peer=peer, **more)
 
 
-def receive(peer: int, group: str = "g", **more) -> Event:
-    return Event("receive", group=group, peer=peer, **more)
+def receive(peer: int, group: str = "g", **more) -> RankEvent:
+    return RankEvent("receive", group=group, peer=peer, **more)
 
 
-def together(ranks: tuple[int, ...], group: str, **more) -> Event:
-    return Event("collective", group=group, ranks=ranks, **more)
+def together(ranks: tuple[int, ...], group: str, **more) -> RankEvent:
+    return RankEvent("collective", group=group, ranks=ranks, **more)
 
 
-def wait(until: int) -> Event:
-    return Event("stream_wait", until=until)
+def wait(until: int) -> RankEvent:
+    return RankEvent("stream_wait", until=until)
 
 
-KERNEL = Event("kernel")
+KERNEL = RankEvent("kernel")
 
 
 def test_blocking_sends_to_each_other_need_a_buffer():
@@ -58,7 +58,7 @@ def test_pairs_of_a_group_that_share_a_communicator_hang_in_a_circle():
 
 
 def test_a_stream_that_waits_holds_up_the_others_in_its_hardware_queue():
-    side = Event("stream_wait", stream="side", until=0)
+    side = RankEvent("stream_wait", stream="side", until=0)
     lists = [
         [receive(1, "down"), side, send(1, "up")],
         [receive(0, "up"), wait(0), send(0, "down")],
@@ -83,7 +83,7 @@ def test_a_wait_for_the_device_also_waits_for_receives_that_are_posted(
 
 
 def test_a_wait_for_the_device_at_one_place():
-    everything = Event("host_wait", whole_device=True)
+    everything = RankEvent("host_wait", whole_device=True)
     lists = [
         [receive(1, "down"), everything, KERNEL, send(1, "up")],
         [receive(0, "up"), wait(0), send(0, "down")],
@@ -98,11 +98,11 @@ def test_collectives_of_two_groups_in_different_orders_hang_if_each_is_awaited(o
     both = (0, 1)
     kind = "host_wait" if on_host else "stream_wait"
 
-    def one_by_one(*groups: str) -> list[Event]:
+    def one_by_one(*groups: str) -> list[RankEvent]:
         events = []
         for group in groups:
             events.append(together(both, group, on_host=on_host))
-            events.append(Event(kind, until=len(events) - 1))
+            events.append(RankEvent(kind, until=len(events) - 1))
         return events
 
     assert find_hang([one_by_one("a", "b"), one_by_one("b", "a")], FREE) is not None
@@ -113,12 +113,12 @@ def test_communications_on_the_host_wait_for_no_stream():
     """A host that waits for another one does not wait for its device."""
     hosts = together((0, 1), "world", on_host=True)
     lists = [
-        [receive(1), wait(0), hosts, Event("host_wait", until=2)],
-        [hosts, Event("host_wait", until=0), send(0)],
+        [receive(1), wait(0), hosts, RankEvent("host_wait", until=2)],
+        [hosts, RankEvent("host_wait", until=0), send(0)],
     ]
     assert find_hang(lists, Rules()) is None
-    lists[0].insert(2, Event("host_wait"))
-    lists[0][-1] = Event("host_wait", until=3)
+    lists[0].insert(2, RankEvent("host_wait"))
+    lists[0][-1] = RankEvent("host_wait", until=3)
     assert find_hang(lists, Rules()) is not None
 
 

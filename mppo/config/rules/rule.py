@@ -105,7 +105,7 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def is_interleaved(recipe: Recipe) -> bool:
+def has_interleaved_role(recipe: Recipe) -> bool:
     """Whether a role has several model chunks on a pipeline stage."""
     return any(role.megatron.virtual_pipeline_model_parallel_size for role in roles_in_use(recipe))
 
