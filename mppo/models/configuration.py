@@ -149,8 +149,9 @@ def fields_set(
         batch_p2p_comm=layout.vpp == 1,
         # each request blocks the current stream only, not the device
         batch_p2p_sync=False,
-        # gloo sends from the output's memory; interleaving would free it before the send is done
-        deallocate_pipeline_outputs=device.is_cuda() or layout.vpp == 1,
+        # Megatron's interleaved schedule frees an output while its send is under way, and neither
+        # gloo nor torch for NCCL keeps the memory, only the tensor: the next one would overwrite it
+        deallocate_pipeline_outputs=layout.vpp == 1,
         **fused,
         **_recompute(megatron.recompute_granularity),
     )

@@ -31,7 +31,7 @@ class Action:
 
     Args:
         kind: "forward" and "backward" compute a pass of one micro-batch. "receive_input" and
-            "receive_gradient" post a non-blocking receive for the message that a later pass needs;
+            "receive_gradient" post a non-blocking receive for the message that the next pass needs;
             that pass waits for the message. "send_output" and "send_gradient" start a
             non-blocking send. "reduce" starts the data-parallel reduction of a mini-batch's
             gradient. "norm" completes that gradient and starts the all-reduce of its norm. "step"

@@ -1,8 +1,9 @@
 """Non-blocking messages of known sizes between neighbouring pipeline stages.
 
-With interleaving, the last and the first stage are neighbours as well. Each direction between two
-neighbours has a communicator of its own, on which one of them only sends and the other only
-receives. Both do so in the same order; ``mppo.pipeline.checks`` checks this for every schedule.
+With interleaving, the last and the first stage are neighbours as well. Each direction has a process
+group (``routes``). torch makes a communicator in it for each pair of neighbours, on which one of
+them only sends and the other only receives, as long as the group is not bound to a device. Both do
+so in the same order; ``mppo.pipeline.checks`` checks this for every schedule.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Links:
         """Exchange one number with each neighbour in each direction.
 
         The first message between two ranks creates their connection, which may block until both
-        ranks call it. A list may post a receive before the pass whose result the sender needs; if
-        that receive were the first message and blocked, the two ranks would deadlock.
+        ranks call it. If the first message of a list blocked there, a neighbour could wait for
+        another message of this rank meanwhile.
         """
         number = torch.zeros(1, device=device.device())
         arriving = []

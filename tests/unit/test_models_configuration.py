@@ -10,7 +10,7 @@ from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import load_config, resolve_model
 from mppo.models.configuration import fields_set, fused_kernels
 from mppo.models.families.architectures import family_config
-from mppo.parallel import weight_gradients
+from mppo.parallel import device, weight_gradients
 from mppo.parallel.layout import Layout
 
 YARN = {
@@ -71,3 +71,15 @@ def test_gradients_of_megatrons_own_layers_are_added_in_float32():
         torch.testing.assert_close(buffer, 1 + grad.float().t() @ inputs.float())
     finally:
         layers._grad_accum_fusion_available, layers.fused_weight_gradient_mlp_cuda = kept
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_interleaved_schedule_keeps_outputs_whose_send_is_under_way(
+    chunks, on_cuda, monkeypatch
+):
+    """Megatron frees them then; torch keeps the tensor of a send, but not its memory."""
+    monkeypatch.setattr(device, "is_cuda", lambda: on_cuda)
+    layout = Layout(2, pp=2, vpp=chunks)
+    fields = fields_set(_family("tiny"), MegatronConfig(), layout, torch.float32)
+    assert fields["deallocate_pipeline_outputs"] == (chunks == 1)
