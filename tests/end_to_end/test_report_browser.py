@@ -20,7 +20,7 @@ from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.timeline import planned_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.plots import SPECS
-from mppo.report.html.serve import report_server
+from mppo.report.html.serve import ReportServer
 from mppo.trainer.advantages import estimate
 
 STEPS = 10_000
@@ -207,15 +207,14 @@ def test_two_runs_share_their_plots(page, tmp_path):
 
 def test_a_served_page_follows_its_run(page, tmp_path):
     write_run(tmp_path, 4)
-    with report_server([tmp_path], 0) as server:
+    with ReportServer([tmp_path], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        origin = f"http://127.0.0.1:{server.server_port}/"
-        page.open(origin)
+        page.open(server.url)
         assert page.look("mppoPlots['plot-2'].data[0].length") == 4
         write_run(tmp_path, 9)
         page.until("mppoPlots['plot-2'].data[0].length === 9")
         assert page.errors == []
-        assert {url for url in page.requests if not url.startswith(origin)} <= {"data:,"}
+        assert {url for url in page.requests if not url.startswith(server.url)} <= {"data:,"}
         server.shutdown()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mppo.dumps.step_dump import step_folder
 from mppo.report.events import RunEvent, append_event, read_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.program import main
-from mppo.report.html.serve import report_server
+from mppo.report.html.serve import ReportServer
 from mppo.report.reporter import Reporter
 
 SECRET = "hf_qWeRtYuIoPaSdFgHjK0123"
@@ -187,10 +188,10 @@ def test_events_that_are_not_events_are_ignored(tmp_path):
     assert [event.step for event in read_events(tmp_path)] == [1, None]
 
 
-def test_the_server_answers_on_the_loopback_only_to_its_own_name(tmp_path):
+def test_the_server_answers_on_the_loopback_only_to_its_own_name_and_key(tmp_path):
     subject = started(tmp_path, 0, "1 rank")
     log(subject, 1)
-    with report_server([tmp_path], 0) as server:
+    with ReportServer([tmp_path], 0) as server:
         assert server.server_address[0] == "127.0.0.1"
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -200,10 +201,18 @@ def test_the_server_answers_on_the_loopback_only_to_its_own_name(tmp_path):
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
-        assert "data-live" in get("/")[1]
-        assert json.loads(get("/data.json")[1])["runs"][0]["steps"] == [1]
+        root = urlsplit(server.url).path
+        assert "data-live" in get(root)[1]
+        assert json.loads(get(f"{root}data.json")[1])["runs"][0]["steps"] == [1]
         log(subject, 2)
-        assert json.loads(get("/data.json")[1])["runs"][0]["steps"] == [1, 2]
-        assert get("/", host="evil.example:80")[0] == 403
-        assert get("/../etc/passwd")[0] == 404
+        assert json.loads(get(f"{root}data.json")[1])["runs"][0]["steps"] == [1, 2]
+        assert get(root, host="evil.example:80")[0] == 403
+        assert get(f"{root}../etc/passwd")[0] == 404
+        other = f"/{len(root[1:-1]) * '0'}/"
+        without = ["/", "//", "/data.json", "/../etc/passwd", other, root[:-2], "*"]
+        for path in [*without, f"{other}data.json", f"{root[:-1]}0/"]:
+            status, text = get(path)
+            assert (status, "data-live" in text) == (403, False), path
+        with ReportServer([tmp_path], 0) as second:
+            assert urlsplit(second.url).path != root
         server.shutdown()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mppo.report.files import METRICS, PAGE, RECIPE
 from mppo.report.html.page import page_data, page_text
-from mppo.report.html.serve import report_server
+from mppo.report.html.serve import ReportServer
 from mppo.report.status import FILE as STATUS
 from mppo.safety.disk import replace_text
 from mppo.safety.redact import redacted_output
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
-    with report_server(runs, port) as server:
-        print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+    with ReportServer(runs, port) as server:
+        print(f"{server.url} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
