@@ -78,12 +78,15 @@ ONE_BATCH = [
 ON_POLICY = [
     "algorithm.filter_groups.enable=false", "actor.ppo_epochs=1", "actor.ppo_mini_batch_size=6",
     "algorithm.kl_penalty=kl", "actor.kl_loss_type=kl", "trainer.total_training_steps=1",
+    "trainer.seed=4",
 ]  # fmt: skip
 """One mini-batch, once: no weight changes before the only pass over it."""
 AHEAD = ["trainer.rollout_ahead=1"]
 """Recipes refuse these with the local engine, which generates at once: nothing overlaps, and all
 else is as with servers apart."""
 RESPONSES = "responses_*.safetensors"
+HEAD = "score.weight"
+"""The critic's value head, in the weights beside the actor's."""
 RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path={}/global_step_1"]
 
 
@@ -111,6 +114,8 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
             train(run)
         buckets = run.roles.actor.weights.stream(1 << 20)
         weights = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        buckets = run.roles.critic.weights.stream(1 << 20)
+        (weights[HEAD],) = (t.clone() for bucket in buckets for name, t in bucket if name == HEAD)
         run.reporter.close()
         if rank == 0:
             torch.save(weights, f"{run_dir}/weights.pt")
@@ -215,6 +220,15 @@ def test_the_policy_of_the_first_update_is_the_one_that_sampled_and_the_referenc
         assert abs(step["actor/kl_loss"]) < 1e-6
         assert abs(step["actor/reward_kl_penalty"]) < 1e-6
         assert step["actor/grad_norm"] > 1e-3
+
+
+def test_initial_weights_follow_from_the_seed_in_every_layout(results):
+    (_, of_seed_0), *_, run_dirs = results
+    alone, together = (torch.load(run_dir / "weights.pt") for run_dir in run_dirs)
+    for name in (HEAD, "lm_head.weight"):
+        torch.testing.assert_close(together[name], alone[name], rtol=1e-4, atol=1e-5)
+        other = of_seed_0[name].flatten()
+        assert torch.cosine_similarity(alone[name].flatten(), other, dim=0).abs() < 0.5
 
 
 def test_the_options_have_an_effect(results):
