@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -13,11 +12,10 @@ from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.files import DATA_FORMS
+from mppo.data.parquet import read_parquet
 from mppo.safety.input_files import open_file, parse_json, read_text
 
 MAX_LINE_BYTES = 64 << 20
-MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
-"""Limits for parquet files: a small file can claim to hold a row a billion times."""
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 
 
@@ -48,7 +46,8 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     elif path.suffix == ".json":
         yield from _json(path)
     elif path.suffix == ".parquet":
-        yield from _parquet(path, key)
+        rows = enumerate(read_parquet(path, key), start=1)
+        yield from ((f"{path} row {number}", content) for number, content in rows)
     else:
         issue = ConfigIssue(key, str(path), "unknown kind of file", f"use {DATA_FORMS}")
         raise ConfigError([issue], source="data")
@@ -102,32 +101,3 @@ def _end_of_gap(text: str, position: int) -> int:
     gap = _BETWEEN_ITEMS.match(text, position)
     assert gap is not None  # the pattern matches an empty text
     return gap.end()
-
-
-def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError as error:
-        issue = ConfigIssue(
-            key,
-            str(path),
-            "reading parquet needs the package pyarrow, which is not installed",
-            'pip install "mppo[parquet]", or convert the file to jsonl',
-        )
-        raise ConfigError([issue], source="data") from error
-    with open_file(path) as stream:
-        try:
-            table = parquet.ParquetFile(stream)
-            if table.metadata.num_rows > MAX_ROWS:
-                raise ValueError(
-                    f"it claims to have {table.metadata.num_rows} rows, more than {MAX_ROWS}"
-                )
-            batches = table.iter_batches(ROWS_AT_ONCE)
-            contents = (content for batch in batches for content in batch.to_pylist())
-            for number, content in enumerate(contents, start=1):
-                yield f"{path} row {number}", content
-        except Exception as error:  # pyarrow raises many types for a damaged file
-            why = f"not a readable parquet file: {error}"
-            raise ConfigError(
-                [ConfigIssue(key, str(path), why, "write the file again")], "data"
-            ) from error

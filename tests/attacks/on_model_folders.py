@@ -118,6 +118,25 @@ def _cut_parquet(file: Path) -> None:
     file.write_bytes(data[:4] + bytes(len(data) - 12) + data[-8:])
 
 
+def _repeated(file: Path, count: int, in_one_row: bool) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    numbers = pyarrow.array([0] * count, pyarrow.int32())
+    texts = pyarrow.DictionaryArray.from_arrays(numbers, ["x" * 1_000_000])
+    column = pyarrow.ListArray.from_arrays([0, count], texts) if in_one_row else texts
+    table = pyarrow.table({"prompt": column})
+    pyarrow.parquet.write_table(table, file, compression="zstd", store_schema=False)
+
+
+def _repeated_text(file: Path) -> None:
+    _repeated(file, 20_000, in_one_row=False)
+
+
+def _repeated_in_a_list(file: Path) -> None:
+    _repeated(file, 100_000, in_one_row=True)
+
+
 def _serve(folder: Path) -> int:
     from mppo.serve import main
 
@@ -282,8 +301,12 @@ TEXTS = (
     _rows_file("data that are a link to /dev/zero", "rows.jsonl", zeros, "is not a file"),
     _rows_file("a terabyte without a line break", "rows.jsonl", sparse, "line 1 has"),
     _rows_file("a terabyte of a JSON list", "rows.json", sparse, "bytes, more than"),
+    _rows_file("a parquet file of a kilobyte with 20 GB of one text", "rows.parquet",
+               _repeated_text, "its rows have"),
+    _rows_file("a parquet file of a row with 100 GB of one text in a list", "rows.parquet",
+               _repeated_in_a_list, "its rows have"),
     _rows_file("a parquet file with its table erased", "rows.parquet", _cut_parquet,
-               "not a readable parquet file"),
+               "not a usable parquet file"),
 )  # fmt: skip
 """Rows on tokenizers, chat templates and data; evaluated, since they do not need a model."""
 

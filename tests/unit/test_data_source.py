@@ -217,7 +217,7 @@ def test_missing_pyarrow_says_how_to_install_it(tokenizer, tmp_path, monkeypatch
 def test_a_file_that_is_not_parquet_is_named(tokenizer, tmp_path):
     pytest.importorskip("pyarrow", reason="the optional package pyarrow is missing")
     (tmp_path / "a.parquet").write_text("oops")
-    with pytest.raises(ConfigError, match="not a readable parquet"):
+    with pytest.raises(ConfigError, match="not a usable parquet"):
         load(tokenizer, str(tmp_path / "a.parquet"))
 
 
