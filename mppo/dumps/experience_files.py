@@ -22,9 +22,15 @@ from torch import Tensor
 from mppo.algos.packing import cumulative
 from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.safety.disk import replace_bytes
+from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
 
 _HELD, _ENDS = "batch.held_H", "batch.cu_seqlens"
+_WHOLE = (
+    "tokens_T", "cu_seqlens", "routed_experts_T", "held_H", "lengths_B", "response_B", "end_B",
+    "inserted_B", "home_B", "digest_B", "group_B", "weight_version_T",
+)  # fmt: skip
+"""Tensors of whole numbers; all others hold real numbers or truth values."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -124,7 +130,7 @@ def _read(
 ) -> Experience:
     """See ``read_experience``."""
     with _opened(rank_file(folder, 0)) as file:
-        about = json.loads((file.metadata() or {})["experience"])
+        about = parse_json((file.metadata() or {})["experience"])
         names = [name for name in file.keys() if name.endswith("_B")]  # noqa: SIM118
         shared = {name: file.get_tensor(name) for name in names}
     if held is None:
@@ -157,9 +163,17 @@ def _read(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file, after a check of its header: another library reads it."""
+    """Open a file, after a check of its header, which another library reads, and of the types.
+
+    Raises:
+        ValueError: a tensor has a type that its name does not allow.
+    """
     read_header(path)
     with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            kind, shape = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
+            if (kind[0] in "IU") != (name.rpartition(".")[2] in _WHOLE) or not shape:
+                raise ValueError(f"{path}: {name} cannot be of type {kind} and shape {shape}")
         yield file
 
 

@@ -11,11 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of, stale_dumps
+from mppo.dumps.step_dump import (
+    UNREADABLE,
+    StepDump,
+    dumped_steps,
+    read_header_of,
+    stale_dumps,
+)
 from mppo.safety.foreign_text import visible
 from mppo.safety.redact import redacted_output
 
-_DAMAGED = (ValueError, KeyError, TypeError, OSError)
+_ROWS = 1000
+"""Most rows of a table: rich needs milliseconds for each."""
 
 
 @redacted_output()
@@ -32,23 +39,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stale", action="store_true", help="show dumps of lost work too, which are marked stale"
     )
+    parser.add_argument("--first", type=int, default=0, help="first row of the table (default: 0)")
+    most = f"most rows of the table (default: {_ROWS})"
+    parser.add_argument("--rows", type=int, default=_ROWS, help=most)
     chosen = parser.parse_args(argv)
+    shown = slice(max(chosen.first, 0), max(chosen.first, 0) + max(chosen.rows, 1))
     step, folder, stale = _chosen_step(parser, chosen.folder, chosen.step, chosen.stale)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     try:
         header = read_header_of(folder)
         if chosen.sequence is None:
-            console.print(_sequences(header, stale))
+            console.print(_sequences(header, stale, shown))
+            _say_rest(len(header.rows), shown)
             return 0
         if not 0 <= chosen.sequence < len(header.rows):
             last = len(header.rows) - 1
             parser.error(f"--sequence {chosen.sequence}: step {step} has the sequences 0 to {last}")
-        console.print(_tokens(folder, header, chosen.sequence, stale))
-    except _DAMAGED as error:
-        why = " ".join(str(error).split())
+        table, count = _tokens(folder, header, chosen.sequence, stale, shown)
+        console.print(table)
+        _say_rest(count, shown)
+    except UNREADABLE as error:
+        why = visible(" ".join(str(error).split())) or type(error).__name__
         print(f"mppo: {folder}: the dump cannot be read: {why}", file=sys.stderr)
         return 2
     return 0
+
+
+def _say_rest(count: int, shown: slice) -> None:
+    if count > shown.stop:
+        more = f"add --first {shown.stop} to see the next"
+        print(f"mppo: {count} rows; {more}", file=sys.stderr)
 
 
 def _chosen_step(
@@ -79,40 +99,44 @@ def _ranges(steps: list[int]) -> str:
     return f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
 
 
-def _sequences(header: StepDump, stale: str) -> Table:
+def _sequences(header: StepDump, stale: str, shown: slice) -> Table:
     count, recipe = len(header.rows), header.recipe[:12]
     title = Text(f"step {header.step}: {count} sequences, recipe {recipe}{stale}")
     table = Table(title=title, title_justify="left")
     for name in ("sequence", "prompt", "source", "ground truth", "end", "tokens", "score"):
         side = "right" if name in ("sequence", "tokens", "score") else "left"
         table.add_column(name, overflow="fold", justify=side)
-    for index, row in enumerate(header.rows):
+    for index, row in list(enumerate(header.rows))[shown]:
         tokens = str(sum(count for _, count in row.parts))
         cells = (row.prompt, row.data_source, row.ground_truth, row.finish_reason)
-        shown = [Text(visible(cell[:200])) for cell in cells]
-        table.add_row(str(index), *shown, tokens, f"{row.score:.4g}")
+        texts = [Text(visible(cell[:200])) for cell in cells]
+        table.add_row(str(index), *texts, tokens, f"{row.score:.4g}")
     return table
 
 
-def _tokens(folder: Path, header: StepDump, index: int, stale: str) -> Table:
+def _tokens(
+    folder: Path, header: StepDump, index: int, stale: str, shown: slice
+) -> tuple[Table, int]:
+    """A table of the tokens of a sequence, and their number."""
     from mppo.dumps.token_table import read_token_tables  # imports torch
 
     (found,) = read_token_tables(folder, header, [index])
     row = found.row
     title = (
-        f"step {header.step}, sequence {index}: score {row.score:.4g}, {row.finish_reason}, "
-        f"ground truth {visible(row.ground_truth)}{stale}"
+        f"step {header.step}, sequence {index}: score {row.score:.4g}, "
+        f"{visible(row.finish_reason)}, ground truth {visible(row.ground_truth)}{stale}"
     )
     table = Table(title=Text(title), title_justify="left")
     for name in ("token", "id", "text", *found.numbers):
         table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
-    for place, (token, piece) in enumerate(zip(found.tokens, found.pieces, strict=True)):
+    tokens = list(enumerate(zip(found.tokens, found.pieces, strict=True)))
+    for place, (token, piece) in tokens[shown]:
         after = place - found.prompt_tokens
         numbers = ("" for _ in found.numbers)
         if after >= 0 and not found.by_environment[after]:
             numbers = (f"{values[after]:.4g}" for values in found.numbers.values())
         table.add_row(str(place), str(token), Text(visible(piece)), *numbers)
-    return table
+    return table, len(tokens)
 
 
 if __name__ == "__main__":

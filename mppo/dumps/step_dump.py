@@ -13,16 +13,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mppo.dumps.stale import stale_reason, step_folders
 from mppo.safety.disk import replace_text
-from mppo.safety.foreign_text import json_line
+from mppo.safety.foreign_text import json_line, quoted
 from mppo.safety.input_files import read_json
 from mppo.safety.redact import redact
 
 FOLDER, HEADER = "rollouts", "step.json"
 _FORMAT = 1
+UNREADABLE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError,
+)  # fmt: skip
+"""What reading a dump raises if another program wrote or changed it. The header and the types of
+tensors are checked; sizes and numbers in tensors that contradict each other raise any of these."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -46,18 +57,20 @@ class SequenceRow:
         right: whether the response is right; None if the reward does not say so.
     """
 
-    uid: int
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    uid: Whole
     data_source: str
     prompt: str
     ground_truth: str
     finish_reason: str
-    parts: Sequence[Sequence[int]]
-    score: float
-    baseline: float | None = None
+    parts: Annotated[Sequence[tuple[Whole, Count]], Field(min_length=1)]
+    score: Finite
+    baseline: Finite | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     unscored: str | None = None
-    token_total: float = 0.0
+    token_total: Finite = 0.0
     answer: str | None = None
     right: bool | None = None
 
@@ -75,12 +88,17 @@ class StepDump:
         format: version of the layout of the folder.
     """
 
-    step: int
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    step: Count
     recipe: str
-    ranks: int
-    kl_coef: float
+    ranks: Annotated[int, Field(ge=1, lt=2**20)]
+    kl_coef: Finite
     rows: tuple[SequenceRow, ...]
     format: int = _FORMAT
+
+
+_HEADER = TypeAdapter(StepDump)
 
 
 def recipe_hash(recipe: Mapping[str, Any]) -> str:
@@ -106,17 +124,21 @@ def read_header_of(folder: Path) -> StepDump:
     """Read ``step.json``.
 
     Raises:
-        ValueError: the file is missing, is not valid, or belongs to another version of mppo.
+        ValueError: the file is missing or belongs to another version of mppo, or an entry is not
+            valid; the message names it with its value.
     """
-    content = read_json(folder / HEADER, nan=True)
+    path = folder / HEADER
+    content = read_json(path, nan=True)
     if content.get("format") != _FORMAT:
         why = f"has format {content.get('format')}, not {_FORMAT}"
-        raise ValueError(f"{folder / HEADER}: {why}; dump the step with this version of mppo")
+        raise ValueError(f"{path}: {why}; dump the step with this version of mppo")
     try:
-        rows = tuple(SequenceRow(**row) for row in content.pop("rows"))
-        return StepDump(rows=rows, **content)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{folder / HEADER}: is not the header of a dump ({error})") from error
+        return _HEADER.validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        value = quoted(repr(first["input"]))
+        raise ValueError(f"{path}: {where} = {value}: {first['msg']}") from error
 
 
 def write_pieces(folder: Path, rank: int, pieces: Mapping[int, str]) -> None:

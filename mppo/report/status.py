@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import mppo
 from mppo.safety.disk import replace_text
@@ -41,9 +41,11 @@ def write_status(folder: Path, status: Status) -> None:
 def read_status(folder: Path) -> Status | None:
     """The status of the last run; None if there is no readable file."""
     try:
-        return Status(**json.loads((folder / FILE).read_bytes()))
+        found = Status(**json.loads((folder / FILE).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+    is_valid = type(found.step) is type(found.total_steps) is int
+    return found if is_valid and found.status in get_args(RunState) else None
 
 
 def finished_steps(folder: Path) -> int:

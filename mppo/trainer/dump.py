@@ -15,6 +15,7 @@ from mppo.batch import Experience, ModelOutputs, Prompt, Trajectory, unknown_exp
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
 from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
+    UNREADABLE,
     SequenceRow,
     StepDump,
     dumped_steps,
@@ -38,7 +39,6 @@ from mppo.weights.shape import model_shape
 
 _LEFT_OUT = ("old.ref_hidden_T",)
 """Not dumped: a hidden state has thousands of numbers per token, and a replay computes it."""
-_UNREADABLE = (ValueError, KeyError, TypeError, OSError)
 
 
 def write_shares(folder: Path, experience: Experience, leave_out: Collection[str] = ()) -> None:
@@ -148,7 +148,7 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
     try:
         header = read_header_of(folder)
         responses, rewards = read_responses(folder, header)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"trainer.replay={replayed}: {folder} cannot be read ({why}); restore it from a copy, "

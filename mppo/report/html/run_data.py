@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from mppo.dumps.step_dump import dumped_steps, read_header_of
+from mppo.config.document import MAX_BYTES, parse_yaml
+from mppo.dumps.step_dump import UNREADABLE, dumped_steps, read_header_of
 from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import History, read_history
@@ -23,7 +25,6 @@ from mppo.safety.redact import redact, redact_text
 _DUMPS, _SEQUENCES, _TOKENS = 4, 4, 400
 """Dumped steps in a page, sequences of each, and the most tokens of a sequence."""
 _SAMPLES = 24
-_UNREADABLE = (ValueError, KeyError, TypeError, OSError)
 
 Plain = dict[str, Any]
 
@@ -84,7 +85,7 @@ def _warning(span: WarningSpan) -> Plain:
 
 def _recipe(path: Path) -> Plain:
     try:
-        recipe = yaml.safe_load(read_text(path))
+        recipe = parse_yaml(read_text(path, MAX_BYTES))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     return recipe if isinstance(recipe, dict) else {}
@@ -152,7 +153,7 @@ def _tokens(folder: Path, last: int) -> list[Plain]:
     for step in [numbers[place] for place in sorted(places)] if numbers else []:
         try:
             found += _step_tokens(step, steps[step])
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             why = redact_text(" ".join(str(error).split()))
             found.append({"step": step, "error": f"the dump cannot be read: {why}"})
     return found
@@ -185,4 +186,5 @@ def _step_tokens(step: int, folder: Path) -> list[Plain]:
 
 def rounded(values: Sequence[float]) -> list[float | None]:
     """Five significant digits; None for what is not finite, which JSON cannot hold."""
-    return [float(f"{v:.5g}") if v - v == 0 else None for v in values]
+    found = [float(f"{v:.5g}") for v in values]  # the largest numbers round to infinity
+    return [v if math.isfinite(v) else None for v in found]

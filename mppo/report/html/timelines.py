@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mppo.dumps.step_dump import UNREADABLE
 from mppo.report.files import TIMELINES
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact_text
@@ -17,7 +18,6 @@ _NEWEST = 2
 _ROWS, _EVENTS = 64, 50_000
 """Most rows, and about the most events, of the plan and of the measurement; of more ranks, evenly
 spaced ones are shown. 64 rows of 700 events make about 0.5 MB."""
-_UNREADABLE = (ValueError, LookupError, TypeError, OSError, ArithmeticError, RecursionError)
 
 Plain = dict[str, Any]
 
@@ -53,7 +53,7 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
         try:
             state = path.stat()
             found.append({"step": step, **_timeline(path, state.st_mtime_ns, state.st_size)})
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             why = redact_text(" ".join(str(error).split()))
             found.append({"step": step, "error": f"the timeline cannot be read: {why}"})
     return found
