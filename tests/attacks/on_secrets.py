@@ -122,6 +122,16 @@ def _server_file(folder: Path) -> int:
     return 0
 
 
+def _search_long_texts(folder: Path) -> int:
+    """Texts of a megabyte for which a search that begins again at each part would take hours."""
+    from mppo.safety.redact import redact_text
+
+    for begin, piece, end in (("://:", "]", "a"), ("", "-eyJ", ""), ("?", ".x-amz-a", "%20=1")):
+        redact_text(begin + piece * (1_000_000 // len(piece)) + end)
+    print("searched")
+    return 0
+
+
 _DRY = ("--dry-run", *TINY)
 
 TABLE = Table(
@@ -294,6 +304,13 @@ TABLE = Table(
             within_s=60.0,
             prepare=_find_fonts,
             writes=("run/*",),
+        ),
+        Attack(
+            "rows of a megabyte that make a search for secrets begin again and again",
+            _search_long_texts,
+            "searched",
+            code=0,
+            within_s=60.0,
         ),
         Attack(
             "the process table with an SGLang server's command line",
