@@ -13,6 +13,8 @@ from mppo.data.chat_template import render_each
 Environment = str | Sequence[Mapping[str, Any]]
 """A text, or chat messages."""
 _MARK = "turn-of-the-policy"
+_ANCHORS = ("\n", "x", ".")
+"""Texts behind which a text is tokenised, for tokenizers that put a space before a text."""
 _BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": _MARK})
 
 
@@ -25,6 +27,7 @@ class TurnText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._anchors = self._usable_anchors()
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The texts of turns, without special tokens."""
@@ -70,7 +73,34 @@ class TurnText:
         return [failed[i] if i in failed else ids[i] for i in range(len(environments))]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts that follow others.
+
+        SentencePiece's tokenizers put a space before a text. Behind an anchor they do not, and the
+        anchor's tokens are cut off; the next anchor is for texts that merge with the first.
+        """
+        found: dict[int, list[int]] = {}
+        for anchor, head in self._anchors:
+            left = [i for i in range(len(texts)) if i not in found]
+            for i, ids in zip(left, self._encoded([anchor + texts[i] for i in left]), strict=True):
+                if ids[: len(head)] == head:
+                    found[i] = ids[len(head) :]
+        left = [i for i in range(len(texts)) if i not in found]
+        found |= zip(left, self._encoded([texts[i] for i in left]), strict=True)
+        return [found[i] for i in range(len(texts))]
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+    def _usable_anchors(self) -> list[tuple[str, list[int]]]:
+        """Anchors and their tokens; none for a tokenizer that puts no space before a text."""
+
+        def decode(ids: list[int]) -> str:
+            return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+        heads = dict(zip(_ANCHORS, self._encoded(list(_ANCHORS)), strict=True))
+        if " " not in decode(heads["x"] * 2):
+            return []
+        return [(text, ids) for text, ids in heads.items() if decode(ids).strip(" ") == text]
 
     def _rendered(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]]

@@ -56,6 +56,7 @@ def test_frequencies_follow_the_tempered_softmax() -> None:
         ({"top_p": 0.7}, {0, 1}),
         ({"min_p": 0.2}, {0, 1}),
         ({"top_k": 3, "top_p": 0.8}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.7}, {0, 1}),  # 0.73 of the two alone
         ({"top_k": 100, "min_p": 0.03}, {0, 1, 2, 3}),
     ],
 )
@@ -74,7 +75,6 @@ def test_truncation_keeps_the_right_tokens(options: dict, support: set[int]) -> 
 
 def test_truncation_agrees_with_transformers_warpers() -> None:
     from transformers import (
-        LogitsProcessorList,
         MinPLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
@@ -82,9 +82,8 @@ def test_truncation_agrees_with_transformers_warpers() -> None:
 
     torch.manual_seed(0)
     logits = torch.randn(1, 50) * 3
-    warped = LogitsProcessorList(
-        [TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)]
-    )(None, logits.clone())
+    kept = [warper(None, logits) for warper in (TopKLogitsWarper(20), TopPLogitsWarper(0.9))]
+    warped = MinPLogitsWarper(0.02)(None, torch.minimum(*kept))
     sampling = SamplingConfig(top_k=20, top_p=0.9, min_p=0.02)
     uniform = torch.linspace(0, 1 - 1e-9, 20000, dtype=torch.float64)
     token, _ = draw(logits.expand(20000, 50), uniform, sampling)

@@ -78,7 +78,11 @@ def _invert(weight_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def _draw_truncated(logprobs_RV: Tensor, uniform_R: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Draw a token of each row after top-k, then top-p, then min-p: int64 ``[R]``."""
+    """Draw a token of each row, int64 ``[R]``, within top-k, top-p and min-p.
+
+    All three refer to the probabilities before any truncation, as in SGLang's sampler: top-p does
+    not count the tokens outside top-k as 0.
+    """
     if sampling.top_k < 1 and sampling.top_p == 1.0:
         weight_RV = logprobs_RV.exp()
         floor_R1 = sampling.min_p * weight_RV.amax(-1, keepdim=True)
@@ -86,7 +90,7 @@ def _draw_truncated(logprobs_RV: Tensor, uniform_R: Tensor, sampling: SamplingCo
     vocab = logprobs_RV.shape[-1]
     keep = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
     sorted_RK, token_RK = logprobs_RV.topk(keep, dim=-1)
-    weight_RK = sorted_RK.softmax(-1)
+    weight_RK = sorted_RK.exp()
     above_RK = weight_RK.cumsum(-1) - weight_RK
     dropped_RK = (above_RK >= sampling.top_p) | (weight_RK < sampling.min_p * weight_RK[:, :1])
     dropped_RK[:, 0] = False
