@@ -49,6 +49,14 @@ OFFLOADED = [
     "ref.megatron.offload.parameters=true",
     "reward_model.megatron.offload.parameters=true",
 ]
+TIED = [
+    "model.path=builtin:tiny-llama",
+    "actor.megatron.tensor_model_parallel_size=1",
+    "actor.megatron.pipeline_model_parallel_size=2",
+    "critic.megatron.pipeline_model_parallel_size=2",
+    "trainer.schedule=flush_free",
+]
+"""The first and the last stage each hold the embeddings, and sum their gradients."""
 BEFORE_UPDATE = ("gen", "reward", "forward ref", "forward actor", "forward critic")
 STOPS = (*BEFORE_UPDATE, "update", "weight sync", "testing", "save_checkpoint")
 """Stages of an iteration and phases of the table."""
@@ -227,6 +235,9 @@ def _worker(rank: int, out: Path) -> None:
         _run(info, out / stage, OFFLOADED, stage)
     for stage, overrides in RESUMES.items():
         _run(info, out / stage, [*overrides, "trainer.save_freq=1"])
+    _run(info, out / "tied", [*TIED, "trainer.save_freq=1"])
+    _run(info, out / "tied, offloaded", [*TIED, *OFFLOADED], "forward actor")
+    _run(info, out / "tied, offloaded", [*TIED, *OFFLOADED, "trainer.save_freq=1"])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -266,6 +277,13 @@ def test_a_stop_request_leaves_the_checkpoint_of_a_run_without_offload(runs, sta
 @pytest.mark.parametrize("stage", RESUMES)
 def test_a_stopped_run_continues_with_and_without_offload(runs, stage):
     assert checksums(runs / stage, 2) == checksums(runs / "plain", 2)
+
+
+def test_tied_embeddings_of_two_stages_leave_and_come_back(runs):
+    for step in (1, 2):
+        plain = checksums(runs / "tied", step)
+        assert checksums(runs / "tied, offloaded", step) == plain
+        assert len(plain) >= 4
 
 
 def seen_by(runs: Path, rank: int) -> dict:
