@@ -19,6 +19,7 @@ from tokenizers.models import BPE
 
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.rules.files import no_model_folder
+from mppo.hub.tokenizer_growth import check_growth
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
 from mppo.weights.model_folder import companion_folder
@@ -232,7 +233,9 @@ def _check_tokenizer_files(folder: Path) -> None:
         if place.is_dir():
             check_regular_files(place)
     for file in folder.glob("*token*.json"):
-        read_json(file)
+        content = read_json(file)
+        if file.name == "tokenizer.json":
+            check_growth(file, content)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -92,6 +92,16 @@ def _tokenizer(given: str, name: str, content: str, says: str) -> Attack:
     return Attack(given, _evaluate_the_model, says, prepare=with_tokenizer(spoil), writes=MADE)
 
 
+def _stages(given: str, stages: dict[str, Any], says: str) -> Attack:
+    """A tokenizer with other stages."""
+
+    def spoil(where: Path) -> None:
+        file = where / "tokenizer.json"
+        write(file, json.dumps(json.loads(file.read_text()) | stages))
+
+    return Attack(given, _evaluate_the_model, says, prepare=with_tokenizer(spoil), writes=MADE)
+
+
 def _evaluate_rows(folder: Path) -> int:
     found = next(folder.glob("rows.*"))
     files = (f"data.train_files={found.name}", f"data.val_files={found.name}")
@@ -291,6 +301,12 @@ TEXTS = (
               "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     _tokenizer("500 levels in tokenizer.json", "tokenizer.json", f'{{"x": {DEEP}}}', "levels deep"),
     _tokenizer("a list as tokenizer_config.json", "tokenizer_config.json", "[]", "not an object"),
+    _stages("normalisers that multiply", {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 40}] * 4}}, "of one, "),
+    _stages("a post-processor of 2 million tokens", {"post_processor": {
+        "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+        "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}] * 2_000_000}},
+        "adds 2000000 tokens"),
     _rows("500 levels in a row", f'{{"prompt": {DEEP}, "answer": "2"}}', "levels deep"),
     _rows("5000 digits in a row", f'{{"prompt": "1+1=", "answer": {LONG}}}', "4300 digits"),
     _rows("NaN in a row", '{"prompt": "1+1=", "answer": NaN}', "NaN is not JSON"),
