@@ -23,11 +23,12 @@ from mppo.config.rules.rule import roles_in_use, world_size_of
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import GENERATION
+from mppo.simulation.case import RankCase
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.isolated import isolated
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.quick import quick_result
-from mppo.simulation.rank import RankCase, RankResult, simulate_rank
+from mppo.simulation.rank import RankResult, simulate_rank
 from mppo.simulation.run import import_simulated_code
 
 RECIPES = Path(__file__).parents[1] / "recipes"

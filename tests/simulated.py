@@ -28,6 +28,7 @@ from mppo.planning.peaks import RankUse
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import ON_DEVICE, Residency, residency
 from mppo.planning.verdict import describe_verdict, judge
+from mppo.simulation.case import RankCase
 from mppo.simulation.gpu import te_stand_in
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
@@ -40,12 +41,7 @@ from mppo.simulation.quick import (
     reduced_batch,
     with_layers,
 )
-from mppo.simulation.rank import (
-    LASTING_BUFFERS,
-    RankCase,
-    RankResult,
-    simulate_rank,
-)
+from mppo.simulation.rank import LASTING_BUFFERS, RankResult, simulate_rank
 
 ROOT = Path(__file__).parents[1]
 TE_FOLDER = os.environ.get("MPPO_TEST_TE_FOLDER", "")

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from mppo.simulation.case import RankCase
 from mppo.simulation.gpu import cuda_namespace, torch_guard, world
 from mppo.simulation.gpu.counters import Counters
 from mppo.simulation.gpu.device_mode import SimulatedGpu
 from mppo.simulation.gpu.ledger import Ledger
-from mppo.simulation.rank import RankCase, _Simulation, current_phase
+from mppo.simulation.gpu.recorder import RankRecorder
+from mppo.simulation.rank import _Simulation, current_phase
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -32,11 +34,12 @@ def saved_and_loaded(case: RankCase, folder: Path) -> dict[str, Any]:
     assert case.world_size == 1, "a checkpoint has the tensors of all ranks"
     ledger, counters = Ledger(current_phase), Counters(current_phase)
     torch_guard.install()
-    cuda_namespace.install(ledger, counters, case.gpu, 0, 1)
-    world.install(0, 1, counters)
+    recorder = RankRecorder(current_phase, ledger, on=False)
+    cuda_namespace.install(ledger, counters, recorder, case.gpu, 0, 1)
+    world.install(0, 1, counters, recorder)
     found: dict[str, dict[str, Any]] = {}
-    with SimulatedGpu(ledger, counters):
-        run = _Simulation(case, ledger, counters)
+    with SimulatedGpu(ledger, counters, recorder):
+        run = _Simulation(case, ledger, counters, recorder)
         run.build()
         run.step(1)
         for name, role in run.roles.trained.items():

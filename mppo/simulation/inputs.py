@@ -11,6 +11,9 @@ from mppo.config.schema import Recipe
 from mppo.packed_batch import pack_trajectories
 from mppo.weights.shape import model_shape
 
+_STRIDE = 37
+"""Difference in length between consecutive responses of an uneven batch, in tokens."""
+
 
 def by_role(recipe: Recipe) -> Recipe:
     """Replace each model's path by its role's name.
@@ -22,13 +25,14 @@ def by_role(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=sections)
 
 
-def longest_batch(recipe: Recipe, actor_config: Any = None) -> Batch:
+def longest_batch(recipe: Recipe, actor_config: Any = None, uneven: bool = False) -> Batch:
     """Make a batch of the recipe's size with prompts and responses of the greatest length.
 
     Args:
         recipe: the recipe.
         actor_config: Hugging Face config of the actor, for the experts that an engine chooses (R3);
             None: the batch carries none.
+        uneven: responses have different lengths, from half the greatest one to that.
     """
     # one tensor for all, since every operation is simulated
     prompt = torch.tensor([1] * recipe.data.max_prompt_length, dtype=torch.int32)
@@ -37,17 +41,21 @@ def longest_batch(recipe: Recipe, actor_config: Any = None) -> Batch:
     experts = None
     if actor_config is not None and recipe.actor.router_replay == "R3":
         experts = _chosen_experts(actor_config, len(prompt) + len(response))
-    trajectories = [
-        Trajectory(
-            Prompt(i // recipe.rollout.n, prompt, "", "", ""),
-            response,
-            logprobs,
-            "length",
-            0,
-            routed_experts=experts,
+    trajectories = []
+    for i in range(recipe.data.train_batch_size * recipe.rollout.n):
+        shorter = i * _STRIDE % (len(response) // 2 + 1) if uneven else 0
+        length = len(response) - shorter
+        chosen = None if experts is None else experts[: len(prompt) + length]
+        trajectories.append(
+            Trajectory(
+                Prompt(i // recipe.rollout.n, prompt, "", "", ""),
+                response[:length],
+                logprobs[:length],
+                "length",
+                0,
+                routed_experts=chosen,
+            )
         )
-        for i in range(recipe.data.train_batch_size * recipe.rollout.n)
-    ]
     scores = [float(i % 2) for i in range(len(trajectories))]
     return pack_trajectories(trajectories, scores, recipe.algorithm.score_after_end)
 

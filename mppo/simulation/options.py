@@ -15,6 +15,8 @@ class Options:
         world_size: number of ranks; None: the recipe's.
         rank: the rank to simulate.
         all_stages: simulate the first rank of every pipeline stage instead of ``rank``.
+        all: simulate ranks that stand for all, and check what they do together.
+        at_once: number of ranks that are simulated at the same time with ``all``.
         steps: number of PPO steps.
         quick: simulate few layers and micro-batches, and scale the results to the recipe's.
         gpu: name of the GPU, or its memory in GiB; None: the recipe's.
@@ -26,6 +28,8 @@ class Options:
     world_size: int | None = None
     rank: int = 0
     all_stages: bool = False
+    all: bool = False
+    at_once: int = 2
     steps: int = 2
     quick: bool = False
     gpu: str | None = None
@@ -39,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--rank", type=int, default=0, help="which rank (default 0)")
     chosen.add_argument(
         "--all-stages", action="store_true", help="the first rank of every pipeline stage"
+    )
+    chosen.add_argument(
+        "--all",
+        action="store_true",
+        help="ranks that stand for all: do their communications match, can streams race?",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="with --all: ranks simulated at once (default 2)"
     )
     parser.add_argument("--steps", type=int, default=2, help="PPO steps (default 2)")
     parser.add_argument(

@@ -17,6 +17,7 @@ from mppo.config.rules.rule import RoleCase
 from mppo.models import role, role_weights
 from mppo.models.attention import core
 from mppo.models.moe import router
+from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import role_stage_layers
 from mppo.simulation.gpu import attention_kernels, collectives, norm_kernel
@@ -54,13 +55,16 @@ class EmptyFolder(HFFolder):
         target.copy_(torch.zeros((), dtype=target.dtype).expand(target.shape))
 
 
-def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters) -> None:
+def install(
+    cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters, uneven: bool
+) -> None:
     """Replace the functions that need this data by stand-ins.
 
     Args:
         cases: recipe section and Hugging Face config of each role, by name.
         world_size: number of ranks.
         counters: counters of the rank, which also count micro-batches.
+        uneven: routers send a quarter of the experts nothing.
     """
 
     def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
@@ -72,15 +76,28 @@ def install(cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 
-    def all_gather_objects(held: list[tuple], size: int, group: Any = None) -> list[list[tuple]]:
+    def of_all_stages(held: list[tuple], size: int, group: Any = None) -> list[list[tuple]]:
+        all_gather_objects(held, size, group)
         return [held] if size == 1 else everyone
 
     replaced: Any = stream
-    replaced.all_gather_objects = all_gather_objects
-    router.Router._choose = _even_choice(router.Router._choose)
+    replaced.all_gather_objects = of_all_stages
+    router.Router._choose = _fixed_choice(router.Router._choose, 0.75 if uneven else 1.0)
     _follow_micro_batches(counters, {name: config for name, (_, config) in cases.items()})
     attention_kernels.install(core)
     norm_kernel.install(counters)
+
+
+def exchange_statistics(names: Mapping[str, list[str]]) -> None:
+    """Give a rank what the last stage sends: the names of the loss's statistics, by role."""
+    plain = all_gather_objects
+
+    def gathered(value: Any) -> list[Any]:
+        words = current().replace(",", "").split()
+        return [*plain(value), *(found for name, found in names.items() if name in words)]
+
+    replaced: Any = role
+    replaced.all_gather_objects = gathered
 
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:
@@ -127,18 +144,18 @@ def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> 
     collectives.receive[0] = receive
 
 
-def _even_choice(plain_choose: Any) -> Any:
-    """Wrap the router's choice so that it selects every expert equally often."""
+def _fixed_choice(plain_choose: Any, share: float) -> Any:
+    """Wrap the router's choice so that it selects a share of the experts equally often."""
 
-    def choose_evenly(self: Any, scores: Tensor, topk: int, num_groups: Any, group_topk: Any,
+    def choose_fixed(self: Any, scores: Tensor, topk: int, num_groups: Any, group_topk: Any,
                       choose: Any) -> Any:  # fmt: skip
         def even(scores: Tensor, topk: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
             choose(scores, topk, **kwargs)
             tokens, experts = scores.shape
             places = torch.arange(tokens)[:, None] * topk + torch.arange(topk)
-            taken = (places % experts).to(scores.device)
+            taken = (places % max(topk, int(share * experts))).to(scores.device)
             return scores.gather(1, taken), taken
 
         return plain_choose(self, scores, topk, num_groups, group_topk, even)
 
-    return choose_evenly
+    return choose_fixed

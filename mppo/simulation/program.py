@@ -16,6 +16,8 @@ from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
 from mppo.supervision import exit_report
 
+EXIT_FINDING = 1
+
 
 def run_program(config: Path | None, overrides: Sequence[str], options: Options) -> int:
     """Simulate a recipe and print the report.
@@ -41,6 +43,10 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
         return exit_report.refuse_recipe(error)
     for remark in configs.remarks:
         exit_report.say(remark)
+    if options.all:
+        from mppo.simulation.together.run import simulate_all
+
+        return 0 if simulate_all(recipe, configs, world_size, gpu, options) else EXIT_FINDING
     from mppo.simulation.run import simulate_run
 
     return EXIT_TOO_LARGE if not simulate_run(recipe, configs, world_size, gpu, options) else 0
@@ -55,6 +61,8 @@ def _check_numbers(options: Options, world_size: int) -> None:
     timeline: Path | None = options.timeline
     if timeline is not None and not timeline.absolute().parent.is_dir():
         raise ValueError(f"--timeline {timeline}: no folder {timeline.parent}; make it first")
+    if options.at_once < 1:
+        raise ValueError(f"--at-once {options.at_once}: simulate at least one rank at a time")
     if options.steps < 1:
         raise ValueError(f"--steps {options.steps}: simulate at least one step")
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schema import Recipe
 from mppo.planning.memory import role_stage_layers
-from mppo.simulation.rank import PhaseResult, RankCase, RankResult
+from mppo.simulation.case import RankCase
+from mppo.simulation.rank import PhaseResult, RankResult
 from mppo.weights.shape import model_shape
 
 K = TypeVar("K")

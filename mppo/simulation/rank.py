@@ -6,7 +6,6 @@ import gc
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
-from mppo.config.schema import Recipe
-from mppo.planning.residency import REWARD, Residency
+from mppo.planning.residency import REWARD
 from mppo.planning.verdict import CHECKPOINT
+from mppo.simulation.case import RankCase
 from mppo.simulation.gpu import (
     attention_kernels,
     cuda_namespace,
@@ -29,7 +27,9 @@ from mppo.simulation.gpu import (
 from mppo.simulation.gpu.counters import Collective, Counters, Wait
 from mppo.simulation.gpu.device_mode import SimulatedGpu
 from mppo.simulation.gpu.ledger import Allocation, Ledger, Peak
+from mppo.simulation.gpu.recorder import RankRecorder
 from mppo.simulation.inputs import by_role, longest_batch
+from mppo.simulation.records import RankRecord
 from mppo.supervision.phase import current, phase
 
 if TYPE_CHECKING:
@@ -51,34 +51,6 @@ LASTING_BUFFERS = (GATHER_BUFFER, TE_BUFFERS)
 _PLACING = "placing every part"
 _TOTAL_STEPS = 100
 """Length of the learning-rate schedule in PPO steps; it affects no tensor's size."""
-
-
-@dataclass(frozen=True)
-class RankCase:
-    """A rank to simulate.
-
-    Args:
-        recipe: a valid recipe; its models' paths need not hold weights.
-        hf_configs: Hugging Face config of each role's model, by role name.
-        world_size: number of ranks.
-        rank: the rank to simulate.
-        steps: number of PPO steps to run.
-        gpu: the type of the GPU.
-        gpus_per_node: number of GPUs per node.
-        transformer_engine: whether the stand-in of Transformer Engine (``te_stand_in``) is
-            installed in this process.
-        table: who is where in which phase; None: as planned for the GPU and these models.
-    """
-
-    recipe: Recipe
-    hf_configs: Mapping[str, Any]
-    world_size: int
-    rank: int
-    steps: int
-    gpu: GpuType
-    gpus_per_node: int = 8
-    transformer_engine: bool = False
-    table: Residency | None = None
 
 
 @dataclass
@@ -128,6 +100,7 @@ class RankResult:
         seconds: duration of the simulation.
         allocations: the ledger's list of allocations, for a timeline.
         pinned: bytes of host memory that the parts of each role have taken.
+        record: what the rank did, in order, and its races; empty without ``RankCase.record``.
     """
 
     rank: int
@@ -141,6 +114,7 @@ class RankResult:
     seconds: float
     allocations: list[Allocation] = field(default_factory=list)
     pinned: Counter[str] = field(default_factory=Counter)
+    record: RankRecord = field(default_factory=lambda: RankRecord(0))
 
     @property
     def peak(self) -> PhaseResult:
@@ -185,14 +159,15 @@ def simulate_rank(case: RankCase) -> RankResult:
     """
     began = time.perf_counter()
     ledger, counters = Ledger(current_phase), Counters(current_phase)
+    recorder = RankRecorder(current_phase, ledger, case.record)
     torch_guard.install()
     device = case.rank % case.gpus_per_node
-    cuda_namespace.install(ledger, counters, case.gpu, device, case.gpus_per_node)
-    world.install(case.rank, case.world_size, counters)
+    cuda_namespace.install(ledger, counters, recorder, case.gpu, device, case.gpus_per_node)
+    world.install(case.rank, case.world_size, counters, recorder)
     if case.transformer_engine:
         te_stand_in.accept_simulated_tensors(counters.operation)
-    with SimulatedGpu(ledger, counters):
-        run = _Simulation(case, ledger, counters)
+    with SimulatedGpu(ledger, counters, recorder):
+        run = _Simulation(case, ledger, counters, recorder)
         run.build()
         for step in range(1, case.steps + 1):
             run.step(step)
@@ -205,17 +180,20 @@ def simulate_rank(case: RankCase) -> RankResult:
 class _Simulation:
     """The simulation of one rank."""
 
-    def __init__(self, case: RankCase, ledger: Ledger, counters: Counters) -> None:
+    def __init__(
+        self, case: RankCase, ledger: Ledger, counters: Counters, recorder: RankRecorder
+    ) -> None:
         from mppo.parallel import device
         from mppo.simulation import other_ranks
 
-        self.case, self.ledger, self.counters = case, ledger, counters
+        self.case, self.ledger, self.counters, self.recorder = case, ledger, counters, recorder
         device.prepare_megatron()
         device.pinned_memory = self._pinned_memory
         roles = {
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
-        other_ranks.install(roles, case.world_size, counters)
+        other_ranks.install(roles, case.world_size, counters, case.uneven)
+        other_ranks.exchange_statistics(case.statistics)
         self.resident: Counter[str] = Counter()
         self.complete: Counter[str] = Counter()
 
@@ -241,7 +219,7 @@ class _Simulation:
         present = [roles.actor, roles.critic, roles.ref, roles.reward_model]
         self.present: list[Role] = [role for role in present if role is not None]
         for role in self.present:
-            if not role.groups.is_last_stage:
+            if not role.groups.is_last_stage and role.name not in self.case.statistics:
                 role._stat_names = []  # the last stage, which sends the names, is not simulated
         self._assign()
 
@@ -254,7 +232,7 @@ class _Simulation:
 
         self.counters.clear()
         recipe = self.case.recipe
-        batch = longest_batch(recipe, self.case.hf_configs["actor"])
+        batch = longest_batch(recipe, self.case.hf_configs["actor"], self.case.uneven)
         if self.roles.reward_model is not None:
             with phase("reward", step), phase(SCORING):
                 self.roles.placement.enter(REWARD)
@@ -295,6 +273,7 @@ class _Simulation:
         stream = self.roles.actor.weights.stream(self.case.recipe.rollout.sync_bucket_mb << 20)
         for number, bucket in enumerate(stream):
             buffers[number % 2].fill(bucket)
+            self.recorder.process_reads(buffers[number % 2].content, "a server's loader")
         del buffers, bucket
         gc.collect()
 
@@ -381,6 +360,12 @@ class _Simulation:
             seconds=seconds,
             allocations=self.ledger.allocations,
             pinned=Counter(self.roles.placement.host_by_role),
+            record=RankRecord(
+                self.case.rank,
+                self.recorder.records,
+                self.recorder.races,
+                {role.name: role._stat_names or [] for role in self.present},
+            ),
         )
 
     def _composition(self, peak: Peak) -> Counter[str]:

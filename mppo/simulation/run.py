@@ -11,12 +11,13 @@ from mppo.config.schema import Recipe
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.planning.verdict import describe_verdict, judge
+from mppo.simulation.case import RankCase
 from mppo.simulation.isolated import SimulationError, isolated
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.moments import simulated_moments
 from mppo.simulation.options import Options
 from mppo.simulation.quick import quick_result
-from mppo.simulation.rank import RankCase, RankResult, simulate_rank
+from mppo.simulation.rank import RankResult, simulate_rank
 from mppo.simulation.report import describe_rank
 from mppo.simulation.timeline import write_memory_trace
 

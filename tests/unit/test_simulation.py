@@ -19,13 +19,14 @@ from mppo.config.rules.rule import roles_in_use
 from mppo.planning.outside import ENGINE_GRAPHS, colocated_engine
 from mppo.planning.verdict import Verdict, judge
 from mppo.simulate import main
+from mppo.simulation.case import RankCase
 from mppo.simulation.gpu.counters import Wait
 from mppo.simulation.gpu.ledger import Allocation, Ledger
 from mppo.simulation.inputs import longest_batch
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.moments import simulated_moments
 from mppo.simulation.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
-from mppo.simulation.rank import PhaseResult, RankCase, RankResult
+from mppo.simulation.rank import PhaseResult, RankResult
 from mppo.simulation.timeline import write_memory_trace
 from mppo.weights.shape import model_shape
 

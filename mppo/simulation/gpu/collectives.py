@@ -19,19 +19,22 @@ from torch.utils._pytree import tree_flatten, tree_map
 from mppo.simulation.gpu.counters import Collective, Counters
 from mppo.simulation.gpu.known_values import attach_values, forget, known
 from mppo.simulation.gpu.ledger import source_line
+from mppo.simulation.gpu.recorder import RankRecorder
+from mppo.simulation.records import RecordKind
 
 receive: list[Callable[[Tensor], None]] = [lambda tensor: forget([tensor])]
 """One function, called with the tensor of a point-to-point receive to set its values."""
-reduction: list[Any] = [dist.ReduceOp.SUM]
-"""Reduction of the current all-reduce; torch's ``c10d`` operation does not show it."""
+_MESSAGES: dict[str, RecordKind] = {"send": "send", "recv_": "receive"}
 _UNCHANGED = {"broadcast_", "send", "barrier"}
 
 
-def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> Any:
+def run_collective(
+    counters: Counters, recorder: RankRecorder, func: Any, args: tuple, kwargs: dict
+) -> Any:
     """Execute a ``c10d`` operation on simulated tensors.
 
     Args:
-        counters: counters of the rank.
+        counters, recorder: those of the rank.
         func: the operation.
         args, kwargs: its arguments.
 
@@ -57,6 +60,7 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
     _check_sizes(operation, args, size)
+    record_communication(recorder, func, args, kwargs)
     # the fake process group ignores its tensors: pass empty ones on the CPU
     empty = {id(x): torch.empty(0, dtype=x.dtype) for x in tensors}
     back = {id(empty[id(x)]): x for x in tensors}
@@ -64,8 +68,44 @@ def run_collective(counters: Counters, func: Any, args: tuple, kwargs: dict) -> 
     if operation == "alltoall_base_":
         plain_args = [[] if _is_sizes(x) else x for x in plain_args]
     out = func(*plain_args, **plain_kwargs)
-    _propagate(operation, args, size)
+    _propagate(operation, args, size, recorder.reduction)
     return tree_map(lambda x: back.get(id(x), x), out)
+
+
+def record_communication(recorder: RankRecorder, func: Any, args: tuple, kwargs: dict) -> None:
+    """Record a ``c10d`` operation, on tensors of either device."""
+    operation = func._schema.name.removeprefix("c10d::")
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args)) | kwargs
+    lists = [[x for x in tree_flatten(a)[0] if isinstance(x, Tensor)] for a in args[:2]]
+    tensors = [x for found in lists for x in found]
+    forms: list[tuple[Any, ...]] = [
+        (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors
+    ]
+    group, peer, splits = _group(args), -1, ()
+    if operation in ("send", "recv_"):
+        kind, peer = _MESSAGES[operation], given.get("dst", given.get("src", -1))
+        read, written = (tensors, []) if operation == "send" else ([], tensors)
+    else:
+        kind, (written, read) = "collective", lists
+        if operation == "broadcast_" and group is not None:
+            root = given["root_rank"]
+            forms.append(("from", root))
+            read, written = (written, []) if group.rank() == root else ([], written)
+        if operation == "alltoall_base_":
+            size = group.size() if group is not None else 1
+            splits = tuple(
+                tuple(given[name]) or (x.shape[0] // size,) * size
+                for name, x in (("input_split_sizes", read[0]), ("output_split_sizes", written[0]))
+            )
+            forms = [(*(tuple(x.shape[1:]) for x in tensors[:1]), forms[0][1])]
+    if recorder.reduction:
+        forms.append((recorder.reduction,))
+    on_host = all(x.device.type == "cpu" for x in tensors)
+    recorder.communicate(
+        kind, operation.strip("_"), group, tuple(forms), read, written, peer, splits,
+        bool(given.get("async_op", True)), on_host,
+    )  # fmt: skip
 
 
 def _group(args: tuple) -> dist.ProcessGroup | None:
@@ -109,14 +149,14 @@ def _gathered_pairs(
         yield from zip(found[1], found[0])
 
 
-def _propagate(operation: str, args: tuple, size: int) -> None:
+def _propagate(operation: str, args: tuple, size: int, reduction: str) -> None:
     """Set the known values of an operation's results, or forget them."""
     if operation in _UNCHANGED:
         return
     lists = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args]
     if operation == "allreduce_":
         for x in lists[0]:
-            _reduce(x, size)
+            _reduce(x, size, reduction)
     elif operation in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
         for out, source in zip(lists[0], lists[1]):
             value = known(source)
@@ -135,14 +175,13 @@ def _propagate(operation: str, args: tuple, size: int) -> None:
         forget(x for tensors in lists for x in tensors)
 
 
-def _reduce(x: FakeTensor, size: int) -> None:
+def _reduce(x: FakeTensor, size: int, reduction: str) -> None:
     value = known(x)
     if value is None:
         return
-    kind = str(reduction[0])
-    if "SUM" in kind:
+    if reduction == "SUM":
         value.mul_(size)
-    elif "MAX" not in kind and "MIN" not in kind:
+    elif reduction not in ("MAX", "MIN"):
         forget([x])
 
 

@@ -63,6 +63,8 @@ class Counters:
         self.groups: set[str] = set()
         self.micro_batches: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called when the host waits for the current stream."""
 
     def clear(self) -> None:
         """Reset all counts by phase."""
@@ -74,7 +76,12 @@ class Counters:
         self.operations[self._phase()] += 1
 
     def wait(self, why: str) -> None:
-        """Count a wait at the caller's source line."""
+        """Count a wait for the current stream at the caller's source line."""
+        self.count_wait(why)
+        self.on_wait()
+
+    def count_wait(self, why: str) -> None:
+        """Count a wait for something else."""
         self.waits[self._phase(), Wait(source_line(), why)] += 1
 
     def collective(self, kind: Collective, nbytes: int) -> None:

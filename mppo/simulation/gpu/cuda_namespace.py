@@ -5,7 +5,6 @@ These functions raise an error before they dispatch an operation.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ from mppo.config.gpu_types import GpuType
 from mppo.simulation.gpu.counters import Counters
 from mppo.simulation.gpu.known_values import UnknownValue, known
 from mppo.simulation.gpu.ledger import Ledger, source_line
+from mppo.simulation.gpu.recorder import RankRecorder
+from mppo.simulation.gpu.streams import stream_functions
 
 _TYPE_NAMES = {
     torch.float32: "FloatTensor",
@@ -28,46 +29,6 @@ _TYPE_NAMES = {
     torch.uint8: "ByteTensor",
     torch.bool: "BoolTensor",
 }
-
-
-class _Queue:
-    """A stream or an event.
-
-    Operations complete immediately, so that no method waits. ``synchronize`` counts a wait.
-    """
-
-    counters: Counters
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
-        self.device_index = 0
-        self.cuda_stream = 0
-        self.stream_id = 0
-
-    def __enter__(self) -> _Queue:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def synchronize(self) -> None:
-        self.counters.wait("synchronize")
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or self
-
-    def elapsed_time(self, end: Any) -> float:
-        return 0.0
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
 
 
 class _Generator:
@@ -105,7 +66,14 @@ def _check_state(state: Tensor, *args: Any) -> None:
         raise TypeError(f"a GPU's random state is uint8 on the CPU, not {state.dtype}")
 
 
-def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devices: int) -> None:
+def install(
+    ledger: Ledger,
+    counters: Counters,
+    recorder: RankRecorder,
+    gpu: GpuType,
+    device: int,
+    devices: int,
+) -> None:
     """Replace the functions that need a GPU.
 
     This cannot be undone; call it in a process that only simulates.
@@ -113,12 +81,13 @@ def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devic
     Args:
         ledger: ledger of the rank.
         counters: counters of the rank.
+        recorder: recorder of the rank, which has the streams.
         gpu: type of the GPU that ``torch.cuda`` reports.
         device: index of this rank's GPU.
         devices: number of GPUs of the node.
     """
-    _Queue.counters = counters
-    for name, value in _cuda_functions(ledger, counters, gpu, device, devices).items():
+    functions = _cuda_functions(ledger, gpu, device, devices)
+    for name, value in (functions | stream_functions(recorder, counters)).items():
         setattr(torch.cuda, name, value)
     state = torch.zeros(16, dtype=torch.uint8)
     torch.cuda.default_generators = tuple(_Generator(state) for _ in range(devices))
@@ -129,18 +98,15 @@ def install(ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devic
     torch.accelerator.synchronize = torch.cuda.synchronize
     # Megatron's compiled fusions: the plain functions allocate the same tensors, or more
     torch.compile = lambda model=None, *args, **kwargs: (lambda f: f) if model is None else model
-    _replace_tensor_methods(ledger, counters)
+    _replace_tensor_methods(ledger, counters, recorder)
     torch.nn.Module._apply = _move_module  # pyright: ignore[reportAttributeAccessIssue]  replaced
     torch.tensor = _on_any_device(torch.tensor)
     torch.as_tensor = _on_any_device(torch.as_tensor)
 
 
-def _cuda_functions(
-    ledger: Ledger, counters: Counters, gpu: GpuType, device: int, devices: int
-) -> dict[str, Any]:
+def _cuda_functions(ledger: Ledger, gpu: GpuType, device: int, devices: int) -> dict[str, Any]:
     current = {"device": device}
     state = torch.zeros(16, dtype=torch.uint8)
-    queue = _Queue()
 
     class Properties:
         name, total_memory = gpu.name, gpu.nbytes
@@ -170,15 +136,8 @@ def _cuda_functions(
         "get_arch_list": lambda: ["sm_{}{}".format(*gpu.capability)],
         "is_bf16_supported": lambda *args, **kwargs: True,
         "is_current_stream_capturing": lambda: False,
-        "synchronize": lambda *args: counters.wait("synchronize"),
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
-        "current_stream": lambda *args: queue,
-        "default_stream": lambda *args: queue,
-        "Stream": _Queue,
-        "ExternalStream": _Queue,
-        "Event": _Queue,
-        "stream": lambda stream: contextlib.nullcontext(),
         "get_rng_state": lambda *args, **kwargs: state.clone(),
         "set_rng_state": _check_state,
         "manual_seed": lambda seed: None,
@@ -193,7 +152,7 @@ def _cuda_functions(
     }
 
 
-def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
+def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRecorder) -> None:
     plain_tolist, plain_type = Tensor.tolist, Tensor.type
     plain_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     plain_resize = torch.UntypedStorage.resize_
@@ -231,7 +190,7 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters) -> None:
     replaced.cuda = lambda self, *args, **kwargs: self.to("cuda")
     replaced.pin_memory = lambda self, *args: self
     replaced.is_pinned = lambda self, *args: False
-    replaced.record_stream = lambda self, stream: None
+    replaced.record_stream = lambda self, stream: recorder.record_stream(self, stream.actor)
 
     def resize(self: Any, nbytes: int) -> Any:
         plain_resize(self, nbytes)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mppo.simulation.gpu.collectives import run_collective
+from mppo.simulation.gpu.collectives import record_communication, run_collective
 from mppo.simulation.gpu.counters import Counters
 from mppo.simulation.gpu.known_values import (
     CPU,
@@ -31,8 +31,10 @@ from mppo.simulation.gpu.known_values import (
     evaluate_known,
     known,
     untouched_zeros,
+    written,
 )
 from mppo.simulation.gpu.ledger import Ledger, source_line
+from mppo.simulation.gpu.recorder import RankRecorder
 from mppo.simulation.gpu.result_cache import ResultCache
 
 aten = torch.ops.aten
@@ -61,11 +63,13 @@ class SimulatedGpu(TorchDispatchMode):
     Args:
         ledger: records every allocation.
         counters: count every kernel, wait and collective.
+        recorder: knows the current stream, and records who uses which storage.
     """
 
-    def __init__(self, ledger: Ledger, counters: Counters) -> None:
+    def __init__(self, ledger: Ledger, counters: Counters, recorder: RankRecorder) -> None:
         super().__init__()
-        self.ledger, self.counters = ledger, counters
+        self.ledger, self.counters, self.recorder = ledger, counters, recorder
+        counters.on_wait = recorder.host_waits
         self._fakes = _FakeTensors(allow_non_fake_inputs=True)
         self._fakes.cache_enabled = False  # ResultCache is faster
         self._results = ResultCache(self._fakes)
@@ -90,7 +94,7 @@ class SimulatedGpu(TorchDispatchMode):
         if not fakes and (where is None or torch.device(where).type != "cuda"):
             return self._on_host(func, args, kwargs)
         if func.namespace == "c10d":
-            return run_collective(self.counters, func, args, kwargs)
+            return run_collective(self.counters, self.recorder, func, args, kwargs)
         special = self._special.get(func)
         if special is not None:
             return special(*args, **kwargs)
@@ -105,6 +109,8 @@ class SimulatedGpu(TorchDispatchMode):
             return False
         if func is aten._pin_memory.default:
             return args[0]
+        if func.namespace == "c10d":
+            record_communication(self.recorder, func, args, kwargs)
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.ops.c10d.alltoall_base_.default:
@@ -116,9 +122,21 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple, kwargs: dict, fakes: list[FakeTensor]) -> Any:
         name = func._schema.name
-        if not func.is_view and not name.startswith(_NO_KERNEL):
-            self.counters.operation()
-        if fakes and name.rpartition("::")[2] in _FILLED:
+        if func.is_view or name.startswith(_NO_KERNEL):
+            return self._result(func, args, kwargs, fakes)
+        self.counters.operation()
+        self.recorder.launch()
+        out = self._result(func, args, kwargs, fakes)
+        if self.recorder.on:
+            changed = list(written(func, args, kwargs)) if func._schema.is_mutable else []
+            kept = {id(x) for x in changed}
+            made = (x for x in tree_flatten(out)[0] if id(x) not in kept)
+            self.recorder.touch((x for x in fakes if id(x) not in kept), (*changed, *made))
+        return out
+
+    def _result(self, func: Any, args: tuple, kwargs: dict, fakes: list[FakeTensor]) -> Any:
+        """Make an operation's results, in the ledger and with their values if known."""
+        if fakes and func._schema.name.rpartition("::")[2] in _FILLED:
             return self._filled(func, args, kwargs)
         value = evaluate_known(func, args, kwargs, fakes)
         if func in _VALUE_SHAPED:
@@ -200,6 +218,8 @@ class SimulatedGpu(TorchDispatchMode):
         return out
 
     def _read_item(self, x: FakeTensor) -> Any:
+        self.recorder.launch()
+        self.recorder.touch([x], [])
         self.counters.wait("item")
         value = known(x)
         if value is not None:
@@ -226,6 +246,10 @@ class SimulatedGpu(TorchDispatchMode):
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if to.is_meta or source.is_meta:  # host memory of parts that have left the GPU
             self.counters.operation()
+            self.recorder.launch()
+            self.recorder.touch([source], [to])
+            if not non_blocking:
+                self.recorder.host_waits()
             return to
         if isinstance(to, FakeTensor):
             args = (to, source, non_blocking)
@@ -234,6 +258,8 @@ class SimulatedGpu(TorchDispatchMode):
         return to.copy_(self._to_host(source, to.dtype, waits=not non_blocking))
 
     def _to_host(self, x: FakeTensor, dtype: torch.dtype, waits: bool = True) -> Tensor:
+        self.recorder.launch()
+        self.recorder.touch([x], [])
         if waits:
             self.counters.wait("copy to host")
         value = known(x)

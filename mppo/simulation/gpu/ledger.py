@@ -104,6 +104,9 @@ class Ledger:
         self.allocations: list[Allocation] = []
         self._living: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._next_address = _FIRST_ADDRESS
+        self.began: Callable[[Allocation], None] = lambda allocation: None
+        self.ended: Callable[[Allocation], None] = lambda allocation: None
+        """Called with every allocation when it begins and when it has ended."""
 
     def note(self, tensor: Tensor) -> Allocation:
         """Return the allocation of a tensor's storage; record it if it is new or resized."""
@@ -126,6 +129,7 @@ class Ledger:
         storage.allocation = found
         self._living[id(storage.reference)] = storage.reference, found
         self._next_address += size + BLOCK
+        self.began(found)
         self.moment += 1
         self.now += size
         if size >= _LISTED:
@@ -164,4 +168,5 @@ class Ledger:
 
     def _end(self, allocation: Allocation) -> None:
         allocation.end = self.moment
+        self.ended(allocation)
         self.now -= allocation.size
