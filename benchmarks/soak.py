@@ -2,10 +2,12 @@
 
 ``make soak``, or ``python benchmarks/soak.py --minutes 10 --seed 0``. One run is undisturbed. Then
 runs of the same recipe are killed with SIGKILL at random moments (a rank, the launcher; during a
-checkpoint, after a step, during the start) and started again until they finish. Each must end with
-exactly the weights and metrics of the undisturbed one. Exit code 0 if all do.
+checkpoint, after a step, during the start) or have a rank stopped with SIGSTOP, and are started
+again until they finish. Each must end with exactly the weights and metrics of the undisturbed one.
+Exit code 0 if all do.
 
-With ``--engine sglang`` the SGLang server is killed too, and the run continues by itself. These
+With ``--engine offload`` actor and critic leave the device between their phases. With
+``--engine sglang`` the SGLang server is killed too, and the run continues by itself. These
 runs sample greedily, because a restarted server draws other random numbers, and the metrics that
 contain the server's probabilities are not compared.
 """
@@ -36,10 +38,13 @@ from launched_run import (  # noqa: E402
     torchrun,
 )
 
-SERVER = "the server"
-TARGETS = {"local": ("a rank", "the launcher"), "sglang": ("a rank", "the launcher", SERVER)}
+SERVER, STOPPED = "the server", "a rank, stopped"
+OF_TRAINING = ("a rank", STOPPED, "the launcher")
+TARGETS = {"local": OF_TRAINING, "offload": OF_TRAINING, "sglang": (*OF_TRAINING, SERVER)}
+OFFLOAD = "megatron.offload={parameters: true, gradients: true, optimizer: true}"
 ENGINES = {
     "local": (),
+    "offload": (f"actor.{OFFLOAD}", f"critic.{OFFLOAD}"),
     "sglang": (
         "rollout.name=sglang",
         "rollout.top_k=1",
@@ -48,6 +53,8 @@ ENGINES = {
 }
 OF_THE_SERVER = ("rollout", "training/rollout")
 """Metrics of the server's probabilities, which are equal only up to rounding."""
+ENDS_WITHIN_S = 600.0
+"""Much longer than the ranks and torchrun take to notice a rank that is stopped or lost."""
 MOMENTS = ("while saving", "while training", "soon after the start")
 
 
@@ -116,7 +123,7 @@ def is_saving(run_dir: Path) -> bool:
 
 
 def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
-    """Send SIGKILL to the target; False if it does not exist. If it is a rank, all must end."""
+    """Kill or stop the target; False if it does not exist. If it is a rank, all must end."""
     family = psutil.Process(launcher.pid).children(recursive=True)
     commands = {p.pid: command_of(p) for p in family}
     ranks = [pid for pid, command in commands.items() if "train.py" in command]
@@ -124,10 +131,11 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
     found = servers if target == SERVER else ranks
     if target != "the launcher" and not found:
         return False
-    os.kill(launcher.pid if target == "the launcher" else rng.choice(found), signal.SIGKILL)
+    number = signal.SIGSTOP if target == STOPPED else signal.SIGKILL
+    os.kill(launcher.pid if target == "the launcher" else rng.choice(found), number)
     if target == SERVER:
         return True
-    launcher.wait()
+    launcher.wait(ENDS_WITHIN_S)
     gone, alive = psutil.wait_procs(family, timeout=180)
     for process in alive:
         process.kill()

@@ -43,12 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     from mppo.parallel.launch import discover
     from mppo.parallel.process_group import process_group
+    from mppo.supervision.rank_guard import RankGuard
 
     try:
         info = discover()
+        guard = RankGuard(info)
         if info.world_size == 1:
             return _run(arguments, Ranks(0, 1, lambda: None))
         with process_group(info, BARRIER_TIMEOUT_S):
+            guard.met()
             ranks = Ranks(info.rank, info.world_size, torch.distributed.barrier)
             return _run(arguments, ranks)
     except (ValueError, OSError) as error:

@@ -50,6 +50,7 @@ from mppo.supervision.cleanup_deadline import CleanupDeadline
 from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.heartbeat import AlreadyReported, Heartbeat
 from mppo.supervision.phase import phase
+from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import is_bad_input, report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
@@ -97,11 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
         info = discover()
+        guard = RankGuard(info)
         device.check()
     except ValueError as error:
         return exit_report.refuse_recipe(error)
     try:
         recipe = _load(arguments, info)
+        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
         evaluation = prepare_evaluation(recipe, info)
         _make_folders(arguments)
     except ConfigError as error:
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return exit_report.refuse_recipe(error, info.rank)
     try:
-        _run(evaluation, info, arguments)
+        _run(evaluation, info, guard, arguments)
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
@@ -222,7 +225,9 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 
-def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace) -> None:
+def _run(
+    evaluation: Evaluation, info: LaunchInfo, guard: RankGuard, arguments: argparse.Namespace
+) -> None:
     """Evaluate under supervision, and print and write the results. Collective.
 
     Raises:
@@ -233,12 +238,14 @@ def _run(evaluation: Evaluation, info: LaunchInfo, arguments: argparse.Namespace
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
     set_for_training(os.environ, recipe.rollout.sync == "distributed", has_interleaved_role(recipe))
     on_failure = partial(report_failure, info=info, recipe=recipe)
+    guard.watch_other_nodes()
     watch = (info, trainer.heartbeat_timeout_s, hang_s, evaluation.files / "stacks")
     with (
         CleanupDeadline() as deadline,
         process_group(info, trainer.collective_timeout_s),
         Heartbeat(*watch, deadline, on_failure).running(),
     ):
+        guard.met()
         metrics, lines = evaluate(evaluation, info, arguments.samples is not None)
         if info.rank:
             return

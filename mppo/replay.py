@@ -32,6 +32,7 @@ from mppo.parallel.launch import discover
 from mppo.parallel.process_group import process_group
 from mppo.planning.residency import SAVE, phase_of_role
 from mppo.safety.redact import redacted_output
+from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case
 from mppo.trainer.roles import Roles
 from mppo.trainer.update.phase import UpdatePhase
@@ -128,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (folder / CASE).is_file():
         parser.error(f"{folder} has no {CASE}; give a folder RUN/nonfinite/step_N")
     info, stale = discover(), stale_reason(folder)
+    guard = RankGuard(info)
     if stale is not None and info.rank == 0:
         print(f"{folder}: a case of lost work: {stale}")
     try:
@@ -136,10 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         device.check()
         case, experience = load_case(folder)
         recipe = Recipe.model_validate(case.recipe)
+        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
     except _NO_CASE as error:
         return _refuse(folder, error)
     device.prepare_megatron()
+    guard.watch_other_nodes()
     with process_group(info, recipe.trainer.collective_timeout_s):
+        guard.met()
         registry = GroupRegistry(recipe.trainer.seed)
         try:
             roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)

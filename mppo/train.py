@@ -26,6 +26,7 @@ from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, pare
 from mppo.safety.redact import redacted_output
 from mppo.simulation.model_config import ModelConfigs
 from mppo.supervision import exit_report
+from mppo.supervision.rank_guard import RankGuard
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
 # checks of a recipe's keys need none of them
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         info = discover()
     except ValueError as error:
         return exit_report.refuse_recipe(error)
+    guard = RankGuard(info)
     try:
         planned = arguments.dry_run  # the machine may differ from the run's
         configs = ModelConfigs(arguments.config)
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             planned_world = world or world_size_of(recipe)
             code = _dry_run(recipe, planned_world, info, read_config, arguments)
             return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
+        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
         interleaved = has_interleaved_role(recipe)
         # CUDA and NCCL read them later
         set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
@@ -83,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with no_early_success():
-            return _run(recipe, info)
+            return _run(recipe, info, guard)
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
@@ -189,7 +192,7 @@ def _dry_run(
     return dry_run(recipe, world, configs, arguments.gpu, arguments.picture)
 
 
-def _run(recipe: Recipe, info: LaunchInfo) -> int:
+def _run(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
     """Train and export, inside a process group that is destroyed on every exit."""
     from mppo.checkpoint.lock import run_folder_lock
     from mppo.parallel import device
@@ -197,6 +200,7 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
     from mppo.report.opening import opening_lines
     from mppo.safety.private import private_files
     from mppo.safety.temporary import remove_leftovers
+    from mppo.supervision import stop_request
     from mppo.supervision.cleanup_deadline import CleanupDeadline
     from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.signals import listening
@@ -219,26 +223,32 @@ def _run(recipe: Recipe, info: LaunchInfo) -> int:
         private_files(trainer.run_dir),
         listening(trainer.stop_within_s, patience) as stop,
         CleanupDeadline() as deadline,
-        process_group(info, trainer.collective_timeout_s),
-        Heartbeat(info, silence_s, hang_s, stacks, deadline, on_failure).running() as heartbeat,
-        run_folder_lock(trainer.run_dir, exit_report.say),
     ):
-        if info.rank == 0 and "console" in trainer.logger:
-            print("\n".join(opening_lines(recipe, info)), flush=True)
-        try:
-            run = build_run(recipe, info, stop)
-        except StepInterrupted:
-            if info.rank == 0:
-                exit_report.say("stopped before the first step: nothing to save")
-            return 0
-        if run is None:
-            return 0
-        try:
-            with heartbeat.report_failures():  # at once: run.stop() may take long
-                train(run)
-                _export(run)
-        finally:
-            run.stop()
+        guard.watch_other_nodes()
+        stop_request.on_request(stop.exit_at_once)  # a rank that never comes would be waited for
+        with (
+            process_group(info, trainer.collective_timeout_s),
+            Heartbeat(info, silence_s, hang_s, stacks, deadline, on_failure).running() as heartbeat,
+            run_folder_lock(trainer.run_dir, exit_report.say),
+        ):
+            stop_request.on_request(None)
+            guard.met()
+            if info.rank == 0 and "console" in trainer.logger:
+                print("\n".join(opening_lines(recipe, info)), flush=True)
+            try:
+                run = build_run(recipe, info, stop)
+            except StepInterrupted:
+                if info.rank == 0:
+                    exit_report.say("stopped before the first step: nothing to save")
+                return 0
+            if run is None:
+                return 0
+            try:
+                with heartbeat.report_failures():  # at once: run.stop() may take long
+                    train(run)
+                    _export(run)
+            finally:
+                run.stop()
     return 0
 
 

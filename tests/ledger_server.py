@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 WEIGHTS_GIB, GRAPHS_GIB, CONTEXT_GIB, STATIC_FRACTION = 15.0, 2.0, 0.5, 0.9
-BUSY_S = 0.4
-"""The scheduler holds a batch for this long after it has answered the batch's request."""
+BUSY_POLLS = 2
+"""The scheduler still holds a batch when it is asked so often after the batch's request."""
 RELEASE_S = 0.4
 TAGS = ("weights", "kv_cache", "cuda_graph")
 
@@ -108,7 +108,7 @@ class LedgerServer:
 
     def __init__(self, ledger: Ledger, gpus: range) -> None:
         self.ledger, self._gpus = ledger, gpus
-        self._busy_until, self._version = 0.0, ""
+        self._busy_polls, self._version = 0, ""
         free = min(ledger.free(gpu) for gpu in gpus)
         # SGLang: what is free, less the weights and a share of what was free for everything else
         cache = free * STATIC_FRACTION - WEIGHTS_GIB
@@ -134,10 +134,11 @@ class LedgerServer:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Status and JSON of the answer to a POST."""
-        busy = time.monotonic() < self._busy_until
+        busy = self._busy_polls > 0
         match path:
             case "/flush_cache":
                 self.ledger.note("busy" if busy else "idle")
+                self._busy_polls = max(self._busy_polls - 1, 0)
                 return (400, "pending requests") if busy else (200, None)
             case "/release_memory_occupation":
                 if busy:
@@ -175,7 +176,7 @@ class LedgerServer:
         if self._awake != set(TAGS):
             self._stop(f"illegal access: generation with {sorted(self._awake)}")
         self.ledger.note("generate")
-        self._busy_until = time.monotonic() + BUSY_S
+        self._busy_polls = BUSY_POLLS
         meta = {
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-0.5, 5], [-0.5, 2]],

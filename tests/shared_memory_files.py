@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 FOLDER = "/dev/shm"
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def shared_files() -> set[str]:

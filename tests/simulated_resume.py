@@ -118,7 +118,7 @@ def _save(roles: dict[str, Any], folder: Path) -> None:
         with role.groups.active():
             shards[name] = plan_shards(sharded_state(role), building / name, None)
     nothing = lambda *args: None  # noqa: E731
-    job = SaveJob(building, folder, 0, 1, shards, {}, nothing, nothing, patience_s=10.0)
+    job = SaveJob(building, folder, 0, 1, shards, {}, nothing, nothing, patience_s=600.0)
     job.run()
     if job.error is not None:
         raise job.error

@@ -129,6 +129,13 @@ def parents_command() -> Sequence[str]:
         return ()
 
 
+def is_over_nodes(environ: Mapping[str, str]) -> bool:
+    """Whether this rank's job runs under several torchruns that share a store."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    return int(environ["WORLD_SIZE"]) > int(environ["LOCAL_WORLD_SIZE"])
+
+
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
     """Number of tasks on one node from Slurm's compressed list: ``2(x3),1`` is 2, 2, 2, 1.
 

@@ -121,6 +121,7 @@ class Heartbeat:
             AlreadyReported: replaces a failure.
         """
         with self.report_failures():
+            dist.barrier()  # a rank without a first beat is not watched yet
             yield self
         self.stop()
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from mppo.supervision import stop_request
 
@@ -54,9 +55,18 @@ class StopRequest:
             if urgent:
                 stop_request.request()
         elif urgent and now - self._first_at > _SAME_REQUEST_S:
-            sys.stderr.write(f"mppo: {signal.Signals(number).name} again: exiting at once\n")
-            sys.stderr.flush()
-            os._exit(128 + number)
+            _exit(number, "again")
+
+    def exit_at_once(self) -> None:
+        """End this process because of the signal received: nothing is worth saving yet."""
+        assert self.signal_name is not None, "no request"
+        _exit(signal.Signals[self.signal_name], "while the ranks start")
+
+
+def _exit(number: int, when: str) -> NoReturn:
+    sys.stderr.write(f"mppo: {signal.Signals(number).name} {when}: exiting at once\n")
+    sys.stderr.flush()
+    os._exit(128 + number)
 
 
 @contextmanager

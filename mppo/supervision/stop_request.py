@@ -59,8 +59,8 @@ def request() -> None:
             _stop.on_request()
 
 
-def on_request(callback: Callable[[], None]) -> None:
-    """Register the function that the first request calls, in any thread."""
+def on_request(callback: Callable[[], None] | None) -> None:
+    """Register the function that the first request calls, in any thread; None: no function."""
     _stop.on_request = callback
 
 

@@ -12,6 +12,10 @@ from attacks.attack import Attack, Table
 from attacks.on_recipes import train
 from hostile_server import Answer, echoes, endless, hostile_server, raw, says
 
+SHORT_S = 2.0
+"""Time limit of a request whose answer never ends."""
+LONG_S = 3600.0
+"""Time limit of all other requests: another limit or the content of the answer ends them."""
 KEY = "opensesame-0123456789"
 QUERY = "/score?user=alibaba99&sig=ses"
 SECRETS = ("opensesame", "alibaba99", "sig=ses", "\x1b", "\x07")
@@ -20,7 +24,7 @@ ONE_GB = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (1 << 30)
 ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1;31mred\r\n\x9b0m" * 50
 
 
-def judged(url: str, count: int = 2, **settings: Any) -> int:
+def judged(url: str, count: int = 2, limit_s: float = LONG_S, **settings: Any) -> int:
     """Exit code of a run whose responses are scored by a server: 0, 1 for a failure, 2 for settings
     that are refused. Prints the scores or the error."""
     from mppo.batch import Prompt
@@ -35,7 +39,7 @@ def judged(url: str, count: int = 2, **settings: Any) -> int:
     responses = [Response(Prompt(uid, (1,), "poems", "x", "p"), "r") for uid in range(count)]
     code, shown = 0, ""
     try:
-        reward = RewardConfig(name="remote", url=url, timeout_s=2.0, kwargs=kwargs)
+        reward = RewardConfig(name="remote", url=url, timeout_s=limit_s, kwargs=kwargs)
         judge = build_scorer(reward, tokenizer=None).reward_function
         found = read_scores(judge(responses), responses)
         shown = f"scores: {[judgement.score for judgement in found]}"
@@ -92,6 +96,10 @@ def _row(given: str, answer: Answer, expected: str, **settings: Any) -> Attack:
     return Attack(given, answered(answer, **settings), expected, code=1)
 
 
+def _endless(given: str, answer: Answer) -> Attack:
+    return _row(given, answer, f"no complete answer within {SHORT_S:.0f} s", limit_s=SHORT_S)
+
+
 def _json(given: str, text: bytes, expected: str) -> Attack:
     return _row(f"the answer {given}", says(text), expected)
 
@@ -114,22 +122,19 @@ TABLE = Table(
             says(b"", b"302 Found", b"Location: file:///etc/passwd\r\n"),
             "a redirect to file:///etc/passwd; redirects are not followed",
         ),
-        _row(
+        _endless(
             "headers sent a byte at a time, forever",
             endless(b"HTTP/1.1 200 OK\r\nX: ", b"y", 0.2),
-            "no complete answer within 2 s",
         ),
-        _row(
+        _endless(
             "a body sent a byte at a time",
             endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b"[", 0.2),
-            "no complete answer within 2 s",
         ),
-        _row(
+        _endless(
             "`100 Continue` forever",
             endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01),
-            "no complete answer within 2 s",
         ),
-        _row("no answer at all", endless(b"", b"", 0.2), "no complete answer within 2 s"),
+        _endless("no answer at all", endless(b"", b"", 0.2)),
         _row(
             "an answer of 1 GB", endless(ONE_GB, b"[" * 65536), "its answer is larger than 16 MiB"
         ),
@@ -156,7 +161,7 @@ TABLE = Table(
         _row("a chunk of 2^62 bytes", raw(CHUNKED + b"4000000000000000\r\n{}"), "IncompleteRead"),
         _row(
             "trailers forever",
-            endless(CHUNKED + b"0\r\n", b"X: y\r\n" * 1000),
+            endless(CHUNKED + b"0\r\n", b"X: " + b"y" * 60_000 + b"\r\n"),
             "its answer is larger than 16 MiB",
         ),
         _row(

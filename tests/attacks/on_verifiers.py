@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from attacks.attack import Attack, Table
+from patient_judge import without_hurry
 
 SAYS = "scores 0.0 and 1.0; the heartbeat continued"
 TIMEOUT_S = 1.5
 HEARTBEAT_TIMEOUT_S = 20.0
 
 
-def _scored(verifier: str, response: str, honest: str, truth: str, says: str):
+def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
     """Score the response, then an honest one, as a run does; a thread must keep running."""
 
     def run(folder: Path) -> int:
@@ -27,18 +28,15 @@ def _scored(verifier: str, response: str, honest: str, truth: str, says: str):
         if needed and find_spec(needed) is None:
             print(f"{says}, because nothing was run: {needed} is not installed")
             return 0
-        answer, extra = _entry(family) if family else (honest, {})
+        answer, extra = _entry(family) if family else (correct, {})
         reward = RuleReward(package, timeout_s=TIMEOUT_S)
         prompt = Prompt(0, (1,), "attack", truth, "attack", extra)
         text = response.replace("PARENT", "__import__('os').getppid()")
+        hostile = Response(prompt, text.replace("FOLDER", str(folder)))
+        honest = Response(prompt, answer)
         with _beating() as beats:
-            first, second = (
-                read_scores(reward([response]), [response])[0]
-                for response in (
-                    Response(prompt, text.replace("FOLDER", str(folder))),
-                    Response(prompt, answer),
-                )
-            )
+            (first,) = read_scores(reward([hostile]), [hostile])
+            (second,) = read_scores(without_hurry(reward)([honest]), [honest])
         longest = max(b - a for a, b in pairwise(beats))
         beating = "continued" if longest < HEARTBEAT_TIMEOUT_S else f"was {longest:.0f} s late"
         scores = f"scores {first.score} and {second.score}"

@@ -139,7 +139,7 @@ def test_a_cancelled_job_is_not_requeued_and_the_next_of_its_chain_resumes(
     one_node = ["--dependency=singleton", "--nodes=1"]
     follower, other = submit(tmp_path, *counting(tmp_path, 2), options=one_node, **alone)
     cluster.wait_for(  # a node is free, the name is not
-        lambda: cluster.field(follower, "Reason") == "Dependency", 20, lambda: text_of(other)
+        lambda: cluster.field(follower, "Reason") == "Dependency", 200, lambda: text_of(other)
     )
     cluster.command("scancel", str(number))
     assert cluster.wait_until_ended(number, 100) == "CANCELLED", text_of(log)

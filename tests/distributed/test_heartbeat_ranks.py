@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,10 +24,13 @@ from tiny_models import save
 
 from mppo.parallel.addresses import free_port
 from mppo.report.events import read_events
+from mppo.supervision.heartbeat import Heartbeat
 
 PHASES = ("updating actor", "reward", "gen")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 """Much longer than all limits in the tests; a rank that has not ended by then hangs."""
+SILENCE_S = 8
+"""Of a rank that is stopped or killed."""
 
 
 def _never_comes() -> None:
@@ -123,6 +127,13 @@ def _exits_slowly() -> None:
     time.sleep(2.5)
 
 
+def _mark_begun(heartbeat: Heartbeat, folder: Path, rank: int) -> None:
+    sent = heartbeat._beats_sent
+    while heartbeat._beats_sent < sent + 3:  # one was being sent, and one has been sent since
+        time.sleep(0.05)
+    (folder / f"begun_{rank}").touch()
+
+
 def _worker(
     rank: int,
     folder: Path,
@@ -130,11 +141,12 @@ def _worker(
     ending: Callable[[], None],
     silence_s: float,
     hang_s: float,
+    cleanup_s: float = PATIENCE_S,
 ) -> None:
+    """Run a rank's action; ``begun_RANK`` appears when other ranks know the phase it is in."""
     from mppo.parallel.launch import LaunchInfo
     from mppo.parallel.process_group import process_group
     from mppo.supervision.cleanup_deadline import CleanupDeadline
-    from mppo.supervision.heartbeat import Heartbeat
     from mppo.supervision.phase import phase, step_done
 
     def report(error: BaseException) -> None:
@@ -148,7 +160,7 @@ def _worker(
     step_done(2)
     try:
         with (
-            CleanupDeadline(limit_s=6) as cleanup,
+            CleanupDeadline(cleanup_s) as cleanup,
             process_group(info, 60),
             Heartbeat(
                 info, silence_s, hang_s, folder / "stacks", cleanup, report
@@ -156,7 +168,8 @@ def _worker(
         ):
             try:
                 with heartbeat.report_failures(), phase(PHASES[rank], 3):
-                    (folder / f"begun_{rank}").touch()
+                    given = (heartbeat, folder, rank)
+                    threading.Thread(target=_mark_begun, args=given, daemon=True).start()
                     actions[rank]()
             finally:
                 if rank == 1:
@@ -170,11 +183,12 @@ def _codes(
     folder: Path,
     *actions: Callable[[], None],
     ending: Callable[[], None] = _exits,
-    hang_s: float = 8,
+    hang_s: float = PATIENCE_S,
+    cleanup_s: float = PATIENCE_S,
 ) -> list[int | None]:
     """Exit codes of two ranks that run these actions; the second one ends with ``ending``."""
     (folder / "port").write_text(str(free_port()))
-    processes = begin_ranks(_worker, (folder, actions, ending, 60, hang_s), 2).processes
+    processes = begin_ranks(_worker, (folder, actions, ending, 60, hang_s, cleanup_s), 2).processes
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
@@ -192,11 +206,10 @@ def _codes_with_the_first_rank_stopped(
 ) -> list[int | None]:
     """Exit codes of the other ranks, after a SIGSTOP to the first; None if a rank has not ended."""
     (folder / "port").write_text(str(free_port()))
-    arguments = (folder, actions, _exits, 4, 600)
+    arguments = (folder, actions, _exits, SILENCE_S, 600)
     processes = begin_ranks(_worker, arguments, len(actions)).processes
     try:
         _wait_for(*(folder / f"begun_{rank}" for rank in range(len(actions))))
-        time.sleep(2)  # the first rank's phase reaches the store with its next beat
         os.kill(processes[0].pid, signal.SIGSTOP)
         (folder / "stopped").touch()
         for process in processes[1:]:
@@ -228,7 +241,7 @@ def _stacks(folder: Path, rank: int) -> str:
 
 
 def test_a_collective_that_hangs_ends_every_rank_with_its_stacks(tmp_path):
-    assert _codes(tmp_path, _waits, _never_comes) == [1, 1]
+    assert _codes(tmp_path, _waits, _never_comes, hang_s=8) == [1, 1]
     for rank in range(2):
         verdict = _stacks(tmp_path, rank).split("\n\n")[0]
         assert verdict.startswith("no rank has made progress for ")
@@ -255,7 +268,7 @@ def test_a_failed_rank_ends_the_waiting_ranks_with_its_reason(tmp_path):
 def test_a_rank_that_fails_in_the_middle_of_a_shared_update_ends_the_other(tmp_path):
     save("qwen2", tmp_path / "qwen2")
     update = partial(failing_update, tmp_path, 1)
-    assert _codes(tmp_path, update, update, hang_s=PATIENCE_S) == [1, 1]
+    assert _codes(tmp_path, update, update) == [1, 1]
     verdict = _stacks(tmp_path, 0).split("\n\n")[0]
     assert verdict.startswith("rank 1 of 2 failed in: ")
     assert "updating in one stream, step 1 > updating actor; last completed step: 2: " in verdict
@@ -267,7 +280,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_shared_update_ends_the_other(tmp_p
 
 def test_a_rank_that_fails_in_the_middle_of_an_exchange_ends_the_other(tmp_path):
     before = shared_files()
-    assert _codes(tmp_path, _exchanges, _fails_in_an_exchange, hang_s=PATIENCE_S) == [1, 1]
+    assert _codes(tmp_path, _exchanges, _fails_in_an_exchange) == [1, 1]
     verdict = _stacks(tmp_path, 0).split("\n\n")[0]
     assert verdict.startswith("rank 1 of 2 failed in: reward, step 3; last completed step: 2: ")
     assert "in exchange" in _stacks(tmp_path, 0)
@@ -280,11 +293,11 @@ def test_a_rank_killed_in_an_exchange_ends_the_other_and_leaves_no_shared_memory
     before = shared_files()
     (tmp_path / "port").write_text(str(free_port()))
     action = partial(_exchanges_until_killed, tmp_path)
-    arguments = (tmp_path, [action, action], _exits, 4, 600)
+    arguments = (tmp_path, [action, action], _exits, SILENCE_S, 600)
     processes = begin_ranks(_worker, arguments, 2).processes
     try:
-        _wait_for(tmp_path / "exchanged_0", tmp_path / "exchanged_1")
-        time.sleep(2)  # the rank's phase reaches the store with its next beat
+        names = ("exchanged_0", "exchanged_1", "begun_1")
+        _wait_for(*(tmp_path / name for name in names))
         os.kill(processes[1].pid, signal.SIGKILL)
         for process in processes:
             process.join(PATIENCE_S)
@@ -303,7 +316,7 @@ def test_a_server_killed_while_responses_are_exchanged(tmp_path, lacking):
     before = shared_files()
     Ledger(tmp_path / "ledger.json").create(gpus=2, capacity=GPU)
     action = partial(_exchanges_while_the_server_dies, tmp_path, lacking)
-    codes = _codes(tmp_path, action, action, hang_s=PATIENCE_S)
+    codes = _codes(tmp_path, action, action)
     assert codes == ([1, 1] if lacking else [0, 0])
     restarts = [event.text for event in read_events(tmp_path)]
     assert all(text.startswith("restarting test server 0: ") for text in restarts)
@@ -336,10 +349,11 @@ def test_different_failures_are_all_printed(tmp_path):
 
 
 def test_a_failed_rank_that_cannot_exit_ends_with_its_stacks(tmp_path):
-    assert _codes(tmp_path, _fails, _fails, ending=_never_comes) == [1, 1]
+    codes = _codes(tmp_path, _fails, _fails, ending=_never_comes, cleanup_s=10)
+    assert codes == [1, 1]
     assert len(_reported(tmp_path)) == 1
     assert _exited_cleanly(tmp_path) == [0]
-    assert _stacks(tmp_path, 1).startswith("rank 1 of 2 failed and did not shut down within 6 s\n")
+    assert _stacks(tmp_path, 1).startswith("rank 1 of 2 failed and did not shut down within 10 s\n")
     assert "in _never_comes" in _stacks(tmp_path, 1)
 
 

@@ -23,9 +23,9 @@ from mppo.rollout.sglang.in_flight import InFlightRequests
 from mppo.rollout.sglang.requests import Requests
 from mppo.supervision import phase
 
-LIMIT_S = 2.0
+LIMIT_S = 5.0
 """Of a request, and of the process group's collectives."""
-LONG_S = 3 * LIMIT_S
+LONG_S = 2 * LIMIT_S
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +33,11 @@ from shared_memory_files import check_nothing_is_left, shared_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.dumps.stale import mark_stale
+from mppo.parallel.addresses import free_port
 from mppo.replay import main as replay
 from mppo.train import main as train
+
+GUARD = "mppo.supervision.rank_guard"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +114,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_start_continues(tmp_path, undis
     run = LaunchedRun(tmp_path)
     run.until_saved(2)
     run.send(1, signal.SIGKILL)
-    assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
+    assert run.codes() == [1, -signal.SIGKILL]
     text = run.text(0)
     assert re.search(r"mppo: no heartbeat for \d+ s from rank 1 of 2 \(pid \d+ on", text)
     assert re.search(r"which was in: .*; last completed step: [1-5]", text)
@@ -121,7 +126,7 @@ def test_a_rank_killed_in_the_middle_of_a_copy_to_host_memory_ends_the_job(tmp_p
     offload = "{parameters: true, gradients: true, optimizer: true}"
     both = [f"{role}.megatron.offload={offload}" for role in ("actor", "critic")]
     run = LaunchedRun(tmp_path, program="dying_copy", argv=keys(tmp_path, both))
-    assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
+    assert run.codes() == [1, -signal.SIGKILL]
     copied = re.search(r"^killed after (\d+) of (\d+) copies$", run.text(1), re.M)
     assert 0 < int(copied[1]) < int(copied[2])
     verdict = re.search(r"mppo: no heartbeat .* from rank 1 of 2 .*", run.text(0))[0]
@@ -134,7 +139,7 @@ def test_a_rank_killed_while_actor_and_critic_share_a_pipeline_ends_the_job(tmp_
     run = LaunchedRun(tmp_path, [*ONE_STREAM, "trainer.total_training_steps=200"])
     run.until_step(2)
     run.send(1, signal.SIGKILL)
-    assert run.codes(patience_s=120) == [1, -signal.SIGKILL]
+    assert run.codes() == [1, -signal.SIGKILL]
     assert "rank 1 of 2" in run.text(0)
 
 
@@ -142,13 +147,16 @@ def test_a_rank_killed_while_actor_and_critic_share_a_pipeline_ends_the_job(tmp_
     ("number", "verdict"),
     [
         (signal.SIGKILL, r"mppo: lost the connection to rank 0 of 2"),
-        (signal.SIGSTOP, r"mppo: no heartbeat for \d+ s from rank 0 of 2 \(pid \d+ on"),
+        (
+            signal.SIGSTOP,
+            r"mppo: (no heartbeat for \d+ s from|lost the connection to) rank 0 of 2 \(",
+        ),
     ],
 )
 def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again_and_continues(
     tmp_path, undisturbed, number, verdict
 ):
-    """torchrun sends a stopped rank SIGTERM, which it cannot handle, and SIGKILL 30 s later."""
+    """torchrun sends a stopped rank SIGTERM, which it cannot handle; its guard kills it."""
     saved, log = tmp_path / "checkpoints/global_step_2", tmp_path / "output.txt"
     launcher = start_under(torchrun(restarts=1), tmp_path)
     try:
@@ -168,13 +176,59 @@ def test_under_torchrun_a_job_whose_first_rank_is_killed_or_stopped_starts_again
     assert same_weights(tmp_path, undisturbed)
 
 
+def guarded_ranks(launchers: Sequence[subprocess.Popen], log: Path) -> list[psutil.Process]:
+    """The two ranks, in their order, as soon as both have their guards."""
+    found: list[psutil.Process] = []
+    while len(found) < 2:
+        assert all(launcher.poll() is None for launcher in launchers), log.read_text()
+        ranks = [rank for each in launchers for rank in psutil.Process(each.pid).children()]
+        found = [rank for rank in ranks if any(GUARD in c.cmdline() for c in rank.children())]
+        time.sleep(0.05)
+    return sorted(found, key=lambda rank: rank.environ()["RANK"])
+
+
+def ended(launchers: Sequence[subprocess.Popen], log: Path) -> list[int]:
+    """The exit codes of launchers, which end by themselves."""
+    try:
+        return [launcher.wait(timeout=500) for launcher in launchers]
+    finally:
+        print(log.read_text())
+        for launcher in launchers:
+            if launcher.poll() is None:
+                for process in (*psutil.Process(launcher.pid).children(), launcher):
+                    process.kill()
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["the first rank", "every rank"])
+def test_ranks_stopped_before_they_have_met_end_the_job(tmp_path, everyone):
+    """No heartbeat watches them yet; this torchrun would give a stopped rank an hour."""
+    launcher = start_under([*torchrun(), "--shutdown-timeout=3600"], tmp_path)
+    log = tmp_path / "output.txt"
+    for rank in guarded_ranks([launcher], log)[: 2 if everyone else 1]:
+        rank.send_signal(signal.SIGSTOP)
+    assert ended([launcher], log) == [1]
+    assert re.search(r"mppo: rank 0 of 2 .* has been stopped for \d+ s", log.read_text())
+
+
+def test_a_rank_that_ends_before_it_has_met_those_of_another_node_ends_them_too(tmp_path):
+    """The other node's torchrun would wait as long as its rank: collective_timeout_s."""
+    alone = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *alone]
+    command.append(f"--rdzv_endpoint=127.0.0.1:{free_port()}")
+    launchers = [start_under(command, tmp_path) for _ in range(2)]
+    log = tmp_path / "output.txt"
+    guarded_ranks(launchers, log)[1].kill()
+    assert ended(launchers, log) == [1, 1]
+    assert "a rank of another node ended before all ranks had met" in log.read_text()
+
+
 def test_a_hanging_rank_is_named_and_every_other_rank_writes_its_stacks(tmp_path):
     run = LaunchedRun(tmp_path)
     run.until_step(1)
     run.send(1, signal.SIGSTOP)
-    assert run.code(0, patience_s=200) == 1
-    run.kill()
+    assert run.codes() == [1, -signal.SIGKILL], "its guard kills the stopped rank"
     assert "no heartbeat" in run.text(0)
+    assert re.search(r"mppo: rank 1 of 2 .* has been stopped for \d+ s, by SIGSTOP", run.text(1))
     stacks = (tmp_path / "stacks/rank_00000.txt").read_text()
     assert "from rank 1 of 2" in stacks
     assert re.search(r"this rank: \w+", stacks)
@@ -214,14 +268,18 @@ def test_a_step_too_long_for_sigterm_is_interrupted_and_the_step_before_is_saved
 
 
 def test_a_second_stop_request_exits_at_once(tmp_path):
-    run = LaunchedRun(tmp_path, ["trainer.total_training_steps=200"])
-    run.until_step(1)
-    run.send(1, signal.SIGSTOP)
-    run.send(0, signal.SIGTERM)
-    assert run.code(0, patience_s=1.5) is None
-    run.send(0, signal.SIGTERM)
-    assert run.code(0, patience_s=60) == 128 + signal.SIGTERM
-    run.kill()
+    unwatched = ["trainer.heartbeat_timeout_s=3600", "trainer.total_training_steps=200"]
+    run = LaunchedRun(tmp_path, unwatched)
+    try:
+        run.until_step(1)
+        run.send(1, signal.SIGSTOP)
+        run.send(0, signal.SIGTERM)
+        run.until(lambda: "stopping: " in run.text(0))
+        time.sleep(1.5)  # a signal within a second is the same request
+        run.send(0, signal.SIGTERM)
+        assert run.code(0, patience_s=500) == 128 + signal.SIGTERM
+    finally:
+        run.kill()
     assert "SIGTERM again: exiting at once" in run.text(0)
 
 

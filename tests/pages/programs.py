@@ -28,7 +28,7 @@ SCRIPTS = dict(
 )
 """Modules of the installed programs."""
 LEFT_OUT = "..."
-SERVER_S = 60.0
+SERVER_S = 300.0
 """Within this time a server must say its address."""
 
 

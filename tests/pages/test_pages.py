@@ -37,7 +37,7 @@ def fork_server(kind: str) -> Iterator[str]:
         try:
             yield path
         finally:
-            process.communicate(timeout=30)
+            process.communicate(timeout=300)
 
 
 @pytest.fixture(scope="module")

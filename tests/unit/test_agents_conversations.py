@@ -218,7 +218,7 @@ def agent(conversation, word="w"):
     if what == "raises":
         raise KeyError("no such thing")
     if what == "hangs":
-        time.sleep(60)
+        time.sleep(3600)
     if what == "exits":
         os._exit(3)
     return {
@@ -239,7 +239,7 @@ class Counter:
     def __init__(self, word):
         self.word = word
     async def __call__(self, conversation):
-        await asyncio.sleep(30 if conversation.text == "hangs" else 0.01)
+        await asyncio.sleep(3600 if conversation.text == "hangs" else 0.01)
         return self.word
 """
 
@@ -252,7 +252,7 @@ def conversation(text: str, turn: int = 1, is_last: bool = False, truth: str = "
 def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
     (tmp_path / "own.py").write_text(AGENTS)
     agent = AgentFunction(
-        AgentConfig(path=f"{tmp_path}/own.py:agent", arguments={"word": "hm "}, timeout_s=1)
+        AgentConfig(path=f"{tmp_path}/own.py:agent", arguments={"word": "hm "}, timeout_s=6)
     )
     expected = {
         "none": Reply(),
@@ -268,7 +268,7 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
         "long": "its reply has more than 1048576 characters",
         "state": "its reply holds a state or a message that is not JSON",
         "exits": "its process ended: exit code 3",
-        "hangs": "it took longer than rollout.agent.timeout_s, 1 s",
+        "hangs": "it took longer than rollout.agent.timeout_s, 6 s",
     }
     found = agent([conversation(text) for text in expected])
     for reply, (text, wanted) in zip(found, expected.items(), strict=True):
@@ -278,7 +278,7 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
         else:
             assert reply == wanted
     concurrent = AgentFunction(
-        AgentConfig(path=f"{tmp_path}/own.py:Counter", arguments={"word": "w"}, timeout_s=2)
+        AgentConfig(path=f"{tmp_path}/own.py:Counter", arguments={"word": "w"}, timeout_s=5)
     )
     late, fine, *_ = concurrent([conversation("hangs"), conversation("a"), conversation("b")])
     assert isinstance(late, str)

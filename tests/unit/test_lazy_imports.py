@@ -40,7 +40,7 @@ CALLS = [
 def test_nothing_heavy_is_imported_to_tell_it(arguments, code, tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -123,7 +123,7 @@ def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.Com
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
     return subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=120
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=300
     )
 
 

@@ -84,7 +84,7 @@ def scored(function, *texts):
 
 
 def test_only_the_response_that_makes_a_batched_function_fail_has_no_score(load):
-    function = load("many", {"bonus": 0.5}, timeout_s=2.0, memory_mb=8192)
+    function = load("many", {"bonus": 0.5}, timeout_s=6.0, memory_mb=8192)
     found = scored(function, "a", "raise", "bb", "hang", "exit", "memory", "ccc")
     assert [each.score for each in found] == [1.5, -1, 2.5, -1, -1, -1, 3.5]
     reasons = ["KeyError: 'raise'", "longer than reward.timeout_s", "exit code 3", "memory_mb"]
@@ -120,7 +120,7 @@ def test_processes_share_the_responses_and_stay(load):
 
 
 def test_calls_of_an_async_function_run_concurrently_and_end_by_themselves(load):
-    function = load("concurrent", timeout_s=1.5)
+    function = load("concurrent", timeout_s=6.0)
     found = scored(function, "meet", "sleep", "meet", "raise", "meet", "meet")
     assert [each.error is None for each in found] == [True, False, True, False, True, True]
     assert "longer than reward.timeout_s" in found[1].error
@@ -130,12 +130,12 @@ def test_calls_of_an_async_function_run_concurrently_and_end_by_themselves(load)
 
 
 def test_a_coroutine_that_blocks_costs_no_other_response_its_score(load):
-    found = scored(load("concurrent", timeout_s=0.75), "a", "block", "b")
+    found = scored(load("concurrent", timeout_s=4.0), "a", "block", "b")
     assert [each.error is None for each in found] == [True, False, True]
 
 
 def test_a_batched_async_object_is_a_function_too(load):
-    found = scored(load("several", timeout_s=1.0), "a", "sleep", "b")
+    found = scored(load("several", timeout_s=5.0), "a", "sleep", "b")
     assert [each.score for each in found] == [2, -1, 2]
 
 

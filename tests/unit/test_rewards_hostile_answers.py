@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from patient_judge import without_hurry
 
 from mppo.batch import Prompt
 from mppo.rewards import verifiers
@@ -63,10 +64,11 @@ def test_latex_bombs_score_0_and_end_at_the_time_limit():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
     prompt = Prompt(0, (1,), "math", "17", "p")
     macros = "".join(f"\\def\\{a}{{\\{b}\\{b}}}" for a, b in zip("abcdefgh", "bcdefghi"))
-    texts = [*BOMBS.values(), macros + BOXED + "\\a}", BOXED + "17}"]
-    found = RuleReward("math", timeout_s=1.0)([Response(prompt, text) for text in texts])
-    late = Unscored("timeouts")
-    assert found == [late] * len(BOMBS) + [0.0, 1.0]
+    judge = RuleReward("math", timeout_s=1.0)
+    bombs = judge([Response(prompt, text) for text in BOMBS.values()])
+    assert all(found in (Unscored("timeouts"), 0.0) for found in bombs), bombs
+    others = [macros + BOXED + "\\a}", BOXED + "17}"]
+    assert without_hurry(judge)([Response(prompt, text) for text in others]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mppo.rewards.response import Response
 from mppo.rewards.scores import read_scores
 
 # many attempts: on a busy machine, right answers may take too long as well
-PATIENT = {"retries": 20, "backoff_s": 0.001, "max_backoff_s": 0.01, "concurrency": 32}
+PATIENT = {"retries": 200, "backoff_s": 0.001, "max_backoff_s": 0.01, "concurrency": 32}
 TIMEOUT_S = 1.0
 
 

@@ -181,7 +181,7 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
         "    return 1.0\n"
     )
     name = write_module(tmp_path / "slow.py", body) + ":score"
-    reward = RewardConfig(name="function", function=name, timeout_s=4.0, on_error=-1)
+    reward = RewardConfig(name="function", function=name, timeout_s=8.0, on_error=-1)
     scorer = build_scorer(reward, tokenizer)
     answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
     scored = scorer.score(Responses.of_one_rank(answers))

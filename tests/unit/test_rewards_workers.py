@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patient_judge import without_hurry
 
 from mppo.batch import Prompt
 from mppo.rewards.function import FunctionReward
@@ -70,13 +71,13 @@ def test_a_function_runs_in_another_process_and_keeps_its_state(scored):
 
 
 def test_a_timeout_gets_the_score_of_on_error_and_the_others_are_scored(scored):
-    scores, unscored = scored("a", "sleep", "b", timeout_s=4.0, on_error=-2.0)  # "b" has half of it
+    scores, unscored = scored("a", "sleep", "b", timeout_s=8.0, on_error=-2.0)  # "b" has half of it
     assert scores == [1, -2, 1]
     assert unscored == [None, "timeouts", None]
 
 
 def test_processes_started_by_a_function_end_with_it(scored):
-    scores, _ = scored("pid", "spawn", timeout_s=1.0, on_error=0.0)
+    scores, _ = scored("pid", "spawn", timeout_s=5.0, on_error=0.0)
     gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
     group = int(scores[0])
     members = []
@@ -85,7 +86,7 @@ def test_processes_started_by_a_function_end_with_it(scored):
             members += [process] if os.getpgid(process.pid) == group else []
         except (*gone, ProcessLookupError):
             continue
-    psutil.wait_procs(members, timeout=60)
+    psutil.wait_procs(members, timeout=300)
     assert not [process for process in members if process.is_running()]
 
 
@@ -159,7 +160,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
         worker = psutil.Process(int(trainer.stdout.readline()))
         server = worker.parent()
         trainer.kill()
-    _, alive = psutil.wait_procs([worker, server], timeout=60)
+    _, alive = psutil.wait_procs([worker, server], timeout=300)
     assert not alive
 
 
@@ -175,13 +176,14 @@ def test_a_hostile_formula_scores_0_and_blocks_no_thread():
 
     thread = threading.Thread(target=beat)
     thread.start()
-    answers = [r"\boxed{17}", r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}", r"\boxed{17}"]
+    hostile, honest = [r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}"], r"\boxed{17}"
     try:
-        results = judge([Response(prompt, answer) for answer in answers])
+        results = judge([Response(prompt, answer) for answer in hostile])
+        results += without_hurry(judge)([Response(prompt, honest)])
     finally:
         over.set()
         thread.join()
-    assert results == [1, Unscored("timeouts"), Unscored("timeouts"), 1]
+    assert results == [Unscored("timeouts"), Unscored("timeouts"), 1]
     assert len(beats) > 10
 
 

@@ -34,7 +34,7 @@ def started(tmp_path: Path, script: str, **environ: str) -> tuple[str, list[str]
     clean = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     result = subprocess.run(
         ["bash", "-uc", f"source slurm/common.sh; mppo_setup; {script}"],
-        capture_output=True, text=True, timeout=60, cwd=ROOT,
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={
             **clean, **JOB, "MPPO_ROOT": str(ROOT), "MPPO_PYTHON": str(programs / "python"),
             "PATH": f"{programs}:{os.environ['PATH']}", **environ,

@@ -1,0 +1,173 @@
+"""A process beside each rank that kills stopped ranks and removes what a killed rank has left.
+
+A rank that is stopped (SIGSTOP, a debugger) cannot end itself, and of all signals only SIGKILL
+takes effect. Before the heartbeat begins and after it has ended no other rank notices; a launcher
+that ends the job waits for the stopped rank, for as long as it was told to wait for saves.
+
+Each rank starts a guard first of all. The guard kills its rank if that stays stopped for longer
+than the heartbeat's limit, and then the launcher ends the rest of the job. It also watches the
+other ranks of its node, since a rank may be stopped before it has started its own guard. It needs
+neither another rank nor torch, so it works if all ranks of a node are stopped. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mppo.parallel.launch import PARENT, LaunchInfo, is_over_nodes
+from mppo.safety.temporary import remove_leftovers
+from mppo.supervision.awake_clock import AwakeClock
+
+STARTING_S = 20.0
+"""Longest stop until the rank has read its recipe."""
+AFTER_HEARTBEAT_S = 3.0
+"""Added to the heartbeat's limit: the other ranks report a silent rank with its phase first."""
+_OTHER_RANKS_S = 3.0
+"""Added for other ranks: each rank's own guard comes first."""
+_POLL_S = 0.5
+_ENDING_POLL_S = 0.02
+_MET = "met"
+_STOPPED = (["T"], ["t"])
+"""States in ``/proc/PID/stat``: stopped by a signal, stopped by a debugger."""
+
+
+class RankGuard:
+    """The rank's end of the guard.
+
+    Start it as early as possible: until then only the other ranks' guards watch this rank.
+
+    Args:
+        info: this process's place. A program without a launcher has no guard: nobody waits for it,
+            and Ctrl-Z may stop it for as long as the user likes.
+    """
+
+    def __init__(self, info: LaunchInfo) -> None:
+        self._pipe: int | None = None
+        if info.how == "python" or sys.platform != "linux":
+            return
+        reader, self._pipe = os.pipe()
+        name = f"rank {info.rank} of {info.world_size}"
+        module = ["-m", "mppo.supervision.rank_guard"]
+        os.posix_spawn(
+            sys.executable,
+            [sys.executable, *module, str(os.getpid()), str(PARENT), name],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reader, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            ],
+            setsid=True,
+        )
+        os.close(reader)
+
+    def set_limit(self, silence_s: float) -> None:
+        """Set the longest stop.
+
+        Args:
+            silence_s: seconds after which the heartbeat counts a rank as dead.
+        """
+        self._tell(f"{silence_s + AFTER_HEARTBEAT_S}")
+
+    def watch_other_nodes(self) -> None:
+        """End this process if a rank of another node ends before all have met."""
+        if self._pipe is None or not is_over_nodes(os.environ):
+            return
+        from torch.distributed import DistError
+
+        from mppo.supervision.lost_ranks import exit_with_lost_ranks
+
+        with suppress(DistError):  # torchrun has exited, as the process group will report
+            exit_with_lost_ranks(os.environ)
+
+    def met(self) -> None:
+        """Tell the guard that all ranks have met: from here on they notice by themselves if this
+        one ends."""
+        self._tell(_MET)
+
+    def _tell(self, word: str) -> None:
+        if self._pipe is not None:
+            with suppress(BrokenPipeError):  # the guard was killed: the launcher remains
+                os.write(self._pipe, f"{word}\n".encode())
+
+
+def main(arguments: list[str]) -> int:
+    """Guard a rank until it ends.
+
+    Args:
+        arguments: process ids of the rank and of its launcher, and the rank's name.
+    """
+    rank, launcher, name = int(arguments[0]), int(arguments[1]), arguments[2]
+    command = _read(Path(f"/proc/{rank}/cmdline"))
+    limit_s, clock, stopped_since = STARTING_S, AwakeClock(_POLL_S), dict[int, float]()
+    met = False
+    while os.getppid() == rank:
+        if select.select([0], [], [], _POLL_S)[0]:
+            words = os.read(0, 1 << 10).decode().split()
+            if not words:  # the rank is ending, and this process's parent until it has
+                time.sleep(_ENDING_POLL_S)
+            met |= _MET in words
+            limit_s = next((float(word) for word in words if word != _MET), limit_s)
+        now, watched = clock.now(), {rank, *_other_ranks(launcher, command)}
+        stopped_since = {
+            process: stopped_since.get(process, now) for process in watched if _is_stopped(process)
+        }
+        for process, since in stopped_since.items():
+            is_own = process == rank
+            if now - since > limit_s + (0 if is_own else _OTHER_RANKS_S):
+                _kill(process, name if is_own else "a rank", now - since)
+    remove_leftovers()
+    if not met:
+        _report_lost()
+    return 0
+
+
+def _report_lost() -> None:
+    """Tell the ranks of other nodes, which may be waiting for this one, that it has ended."""
+    if not is_over_nodes(os.environ):
+        return
+    from torch.distributed import DistError  # imported only where it is needed: it takes seconds
+
+    from mppo.supervision.lost_ranks import report
+
+    with suppress(DistError):  # torchrun's store has gone, and the ranks see that too
+        report(os.environ)
+
+
+def _kill(process: int, name: str, seconds: float) -> None:
+    text = f"mppo: {name} (pid {process} on {socket.gethostname()}) has been stopped for "
+    text += f"{seconds:.0f} s, by SIGSTOP or a debugger: killing it\n"
+    with suppress(OSError):  # it has ended in the meantime, or nobody reads standard error
+        os.kill(process, signal.SIGKILL)
+        os.write(2, text.encode())
+
+
+def _other_ranks(launcher: int, command: str) -> list[int]:
+    """Processes that the launcher has started with the rank's command line."""
+    children: list[int] = []
+    with suppress(OSError):  # the launcher has ended
+        for thread in Path(f"/proc/{launcher}/task").glob("*/children"):
+            children += map(int, _read(thread).split())
+    return [child for child in children if _read(Path(f"/proc/{child}/cmdline")) == command]
+
+
+def _is_stopped(process: int) -> bool:
+    state = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[:1]
+    return state in _STOPPED
+
+
+def _read(path: Path) -> str:
+    """Return a file's text; nothing if the process has ended or belongs to another user."""
+    with suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
