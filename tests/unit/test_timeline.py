@@ -33,13 +33,14 @@ def test_the_plan_idles_as_the_simulation_says(kind):
 class LateClock:
     """Its times are known only at the end, as those of a device."""
 
-    def __init__(self, *times: float) -> None:
-        self._times, self.marks = times, 0
+    def __init__(self) -> None:
+        self.times: tuple[float, ...] = ()
+        self._marks = 0
 
     def mark(self):
-        number = self.marks
-        self.marks += 1
-        return lambda: self._times[number]
+        number = self._marks
+        self._marks += 1
+        return lambda: self.times[number]
 
 
 def test_a_recorder_tells_waiting_from_computing():
@@ -52,7 +53,7 @@ def test_a_recorder_tells_waiting_from_computing():
         pass
     with recorder.action(other):
         pass
-    clock._times = (1.0, 2.0, 5.0, 7.0, 7.5, 8.0)
+    clock.times = (1.0, 2.0, 5.0, 7.0, 7.5, 8.0)
     assert recorder.events == [Event(action, 1.0, 3.0, 7.0), Event(other, 7.5, 0.0, 8.0)]
 
 
