@@ -23,6 +23,7 @@ from mppo.simulation.quick import with_layers
 from mppo.simulation.rank import simulate_rank
 from mppo.simulation.records import RankRecord
 from mppo.simulation.together.findings import find
+from mppo.simulation.together.run import rules_of
 
 MOVED = "{parameters: true, gradients: true, optimizer: true}"
 SETTINGS = (
@@ -82,10 +83,11 @@ def run(planted: Planted | None, ranks: Sequence[int], *overrides: str) -> dict[
     statistics = last_rank(*overrides).statistics
     simulated = replace(case(*overrides), statistics=statistics)
     records = [isolated(recorded, planted, rank, simulated) for rank in ranks]
-    found = find(records)
+    found = find(records, rules_of(simulated.recipe, simulated.world_size))
     return {
         "mismatches": [one.describe() for one in found.mismatches],
         "races": found.races,
+        "hangs": [one.describe() for one in found.hangs],
     }
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument(
         "--all",
         action="store_true",
-        help="ranks that stand for all: do their communications match, can streams race?",
+        help="ranks that stand for all: do communications match, can streams race, ranks hang?",
     )
     parser.add_argument(
         "--at-once", type=int, default=2, help="with --all: ranks simulated at once (default 2)"

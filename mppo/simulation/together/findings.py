@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mppo.pipeline.deadlock import Rules
 from mppo.simulation.records import RankRecord
+from mppo.simulation.together.hangs import Hang, find_hangs
 from mppo.simulation.together.matching import Mismatch, match
 
 
@@ -16,21 +18,25 @@ class Findings:
     Args:
         mismatches: communications that do not match.
         races: descriptions of accesses without an order, with the rank.
+        hangs: rules under which the ranks wait for ever; empty if communications do not match.
     """
 
     mismatches: list[Mismatch]
     races: list[str]
+    hangs: list[Hang]
 
     @property
     def found(self) -> bool:
         """Whether there is any."""
-        return bool(self.mismatches or self.races)
+        return bool(self.mismatches or self.races or self.hangs)
 
 
-def find(records: Sequence[RankRecord]) -> Findings:
-    """Find mismatches and races among recorded ranks."""
+def find(records: Sequence[RankRecord], rules: Sequence[Rules]) -> Findings:
+    """Find mismatches, races and hangs among recorded ranks."""
+    mismatches = match(records)
     races: dict[str, str] = {}
     for record in records:
         for race in record.races:
             races.setdefault(race.describe(), f"rank {record.rank}, {race.describe()}")
-    return Findings(match(records), list(races.values()))
+    hangs = [] if mismatches else find_hangs(records, rules)
+    return Findings(mismatches, list(races.values()), hangs)

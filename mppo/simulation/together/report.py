@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from mppo.pipeline.deadlock import Rules
 from mppo.simulation.records import RankRecord
 from mppo.simulation.together.findings import Findings
 
@@ -23,14 +24,22 @@ def describe_record(record: RankRecord) -> str:
     )
 
 
-def describe_findings(findings: Findings, records: Sequence[RankRecord]) -> str:
-    """Mismatches and races; one line for each kind without any."""
+def describe_findings(
+    findings: Findings, records: Sequence[RankRecord], rules: Sequence[Rules]
+) -> str:
+    """Mismatches, races and hangs; one line for each kind without any."""
+    ranks = len(records)
+    hangs = [hang.describe() for hang in findings.hangs]
     parts = [
         _kind("communications that do not match", [m.describe() for m in findings.mismatches],
-              f"communications: those of {len(records)} ranks match"),
+              f"communications: those of {ranks} ranks match"),
         _kind("races between streams", findings.races,
               "streams: every access to memory is ordered after the one before it"),
+        _kind("ranks that wait for ever", hangs,
+              f"waits: all ranks reach the end under {len(rules)} sets of rules"),
     ]  # fmt: skip
+    if findings.mismatches:
+        parts[2] = "waits: not checked, since communications do not match"
     return "\n".join(parts)
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from mppo.config.gpu_types import GpuType
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.parallel.environment import QUEUES_INTERLEAVED
+from mppo.pipeline.deadlock import Rules
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.simulation.case import RankCase
@@ -61,8 +63,9 @@ def simulate_all(
         failed = [ranks[-1], *ranks][len(records)]
         print(f"mppo: rank {failed} fails {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-    findings = find(records)
-    print(describe_findings(findings, records), flush=True)
+    rules = rules_of(recipe, world_size)
+    findings = find(records, rules)
+    print(describe_findings(findings, records, rules), flush=True)
     return not findings.found
 
 
@@ -93,3 +96,22 @@ def record_ranks(case: RankCase, ranks: Sequence[int], at_once: int = 2) -> Iter
 
 def _record(case: RankCase) -> RankRecord:
     return simulate_rank(case).record
+
+
+def rules_of(recipe: Recipe, world_size: int) -> list[Rules]:
+    """The rules under which a recipe's ranks must not hang.
+
+    Process groups have a communicator per pair of ranks (``mppo.parallel.process_group``). With
+    interleaving there are 32 queues, and hardly any schedule bears a wait for the whole device in
+    every pass (``mppo.pipeline.schedule``).
+    """
+    layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
+    interleaved = any(layout.vpp > 1 for layout in layouts)
+    queues = (QUEUES_INTERLEAVED,) if interleaved else (1, 8, 32)
+    waits = ("nothing", "stream") if interleaved else ("nothing", "stream", "device")
+    return [
+        Rules(rendezvous, True, count, host_waits)
+        for rendezvous in (True, False)
+        for count in queues
+        for host_waits in waits
+    ]
