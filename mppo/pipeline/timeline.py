@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mppo.parallel.measurement.stream_clock import StreamClock
+from mppo.parallel.measurement.stream_timer import StreamTimer
 from mppo.pipeline.actions import COMPUTE, Action
 from mppo.pipeline.schedule import Schedule
 
@@ -44,7 +44,7 @@ class Recorder:
     """
 
     def __init__(self, mark: Mark | None = None) -> None:
-        self._mark = StreamClock().mark if mark is None else mark
+        self._mark = StreamTimer().mark if mark is None else mark
         self._actions: list[tuple[Action, list[Callable[[], float]]]] = []
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 from mppo.parallel import device
 
 
-class StreamClock:
+class StreamTimer:
     """A clock of the current stream; on the CPU, of the process.
 
     A wait for the device would also wait for messages that other ranks have not sent yet. On CUDA
