@@ -72,7 +72,7 @@ def install(
         return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
 
     role_weights.load_weights = load_weights
-    roles.resolve_model = lambda path, seed: Path(path)
+    roles.resolve_model = lambda path, seed=0: Path(path)
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 
