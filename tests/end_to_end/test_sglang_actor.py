@@ -205,8 +205,9 @@ def _first_samples(engine) -> list[list[list[int]]]:
     from mppo.rollout.sglang.api import MEMORY_TAGS
 
     engine.fleet.wake(MEMORY_TAGS)
+    sampling = {"max_new_tokens": 8, "ignore_eos": True}
     mine = [
-        [answer.tokens.tolist() for answer in api.generate([[3, 4, 5]] * 16, {"max_new_tokens": 8})]
+        [answer.tokens.tolist() for answer in api.generate([[3, 4, 5]] * 16, sampling)]
         for api in engine.fleet.apis.values()
     ]
     return [samples for part in all_gather_objects(mine) for samples in part]
