@@ -208,7 +208,8 @@ def test_a_failing_node_is_reported_and_sigusr1_during_preflight_requeues(
         assert cluster.wait_until_ended(number, 300) == "FAILED", text_of(log)
     text = text_of(log)
     assert cluster.field(number, "ExitCode") == "2:0", text
-    assert re.search(r"^node +device +GPUs +ranks +python +torch +free disk$", text, re.MULTILINE)
+    head = r"^node +device +GPUs +driver +ranks +python +torch +CUDA +free disk$"
+    assert re.search(head, text, re.MULTILINE)
     first, _, second = text.partition("start 2: 2 nodes")
     assert "told to save and requeue" in first
     for start in (first, second):
