@@ -14,6 +14,7 @@ NOT_RUN: dict[str, str] = {
     r"mppo: no heartbeat for 20 s": "messages of failing ranks; test_faults.py and "
     "test_supervision_heartbeat.py provoke them",
     r"mppo: rank 1 of 2 failed while reward": "a message of a failing rank; test_error_reports.py",
+    r"^mppo: rank 1 of 2 \(pid": "a message about a stopped rank; test_faults.py",
     r"mppo: no rank has made progress": "a message of hanging ranks; test_faults.py",
     r"out of memory in: update": "a message of a failing rank; test_trainer_failures.py",
     r"failed while export: the disk is full": "a message of a failing rank; test_error_reports.py",

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -351,10 +352,17 @@ def scancel(arguments: list[str]) -> int:
     return found.returncode
 
 
-def shell_script(arguments: list[str]) -> int:
-    """Options by the script's text."""
-    path = ROOT / "tests/gpu/run_all.sh"  # which passes its options on
-    _check_options(path.name, arguments, path.with_name("gpu_checks.py").read_text())
+GPU_SCRIPTS = {
+    "run_all.sh": "gpu_checks.py",
+    "one_gpu.sh": "one_gpu.py",
+    "one_gpu_wheels.sh": "one_gpu_wheels.sh",
+}
+"""Scripts in ``tests/gpu``, and the file there that knows their options."""
+
+
+def gpu_script(name: str, arguments: list[str]) -> int:
+    """Options by the text of the script's program."""
+    _check_options(name, arguments, (ROOT / "tests/gpu" / GPU_SCRIPTS[name]).read_text())
     return 0
 
 
@@ -377,7 +385,7 @@ How = Callable[[str, list[str], int, int], int]
 OTHERS: dict[str, Program] = {
     "python": python, "python3": python, "torchrun": torchrun, "mpirun": mpirun, "srun": srun,
     "make": make, "pip": pip, "hf": hf, "sbatch": sbatch, "scancel": scancel,
-    "run_all.sh": shell_script,
+    **{name: partial(gpu_script, name) for name in GPU_SCRIPTS},
 }  # fmt: skip
 MODULES_OF_OTHERS: dict[str, Program] = {
     "torch.distributed.run": torchrun,

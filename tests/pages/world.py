@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pages.blocks import ROOT
-from pages.programs import names
+from pages.programs import GPU_SCRIPTS, names
 
 CLIENT = Path(__file__).with_name("page_client.py")
 LINKED = ("mppo", "checkpoints_convert", "benchmarks", "slurm", "pyproject.toml")
@@ -51,7 +51,8 @@ def make_template(folder: Path) -> Path:
     (folder / "te").symlink_to(ROOT / ".venv/te")
     (folder / "docs/images").mkdir(parents=True)
     (folder / "tests/gpu").mkdir(parents=True)
-    (folder / "tests/gpu/run_all.sh").symlink_to(client)
+    for name in GPU_SCRIPTS:
+        (folder / "tests/gpu" / name).symlink_to(client)
     (folder / "tests/unit").symlink_to(ROOT / "tests/unit")
     shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=lambda *_: ["configs"])
     (folder / "recipes/configs").symlink_to(ROOT / "recipes/configs")
