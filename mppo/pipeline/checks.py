@@ -59,12 +59,24 @@ def checked_schedule(
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check a schedule.
+    """Check a schedule's lists, and that its stages cannot wait for each other for ever.
+
+    Raises:
+        ScheduleFault: see ``check_lists``, or the stages could hang.
+    """
+    check_lists(schedule)
+    hang = hang_of(schedule.lists, schedule.roles)
+    if hang is not None:
+        raise ScheduleFault(hang)
+
+
+def check_lists(schedule: Schedule) -> None:
+    """Check a schedule's lists.
 
     Raises:
         ScheduleFault: an action is missing or duplicated, an action precedes another one that it
-            depends on, the stages could wait for each other for ever, or a stage holds more
-            activations than in Megatron's schedules.
+            depends on, the lists deadlock with blocking receives, or a stage holds more activations
+            than in Megatron's schedules.
     """
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
@@ -72,9 +84,6 @@ def check_schedule(schedule: Schedule) -> None:
         _check_order(schedule, actions)
         _check_in_flight(schedule, actions, stage, stages)
     run_blocking(schedule.lists)
-    hang = hang_of(schedule.lists, schedule.roles)
-    if hang is not None:
-        raise ScheduleFault(hang)
 
 
 def run_blocking(lists: StageLists) -> None:

@@ -87,7 +87,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
     Returns:
         The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
-        refuses.
+        refuses; "sequential" then takes each norm directly after its mini-batch.
     """
     candidates = _candidates(kind, roles, stages)
     safe: Schedule | None = None
@@ -104,7 +104,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     if safe is not None:
         return safe
     simulation, stream = candidates[0]
-    return _with_lists(kind, roles, stream, simulation)
+    return _with_lists(kind, roles, stream, simulation, norm_at_once=kind == "sequential")
 
 
 _SLOWER = 1.1
@@ -126,12 +126,18 @@ def _candidates(
 
 
 def _with_lists(
-    kind: ScheduleKind, roles: tuple[RoleWork, ...], stream: Stream, simulation: Simulation
+    kind: ScheduleKind,
+    roles: tuple[RoleWork, ...],
+    stream: Stream,
+    simulation: Simulation,
+    norm_at_once: bool = False,
 ) -> Schedule:
     """Make the lists of a candidate."""
     steps, stages = steps_of(stream), len(simulation.orders)
     lists = [
-        _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)
+        _with_messages(
+            _stage_list(stream, roles, steps, simulation, stage, norm_at_once), roles, stage, stages
+        )
         for stage in range(stages)
     ]
     return Schedule(kind, roles, stream, steps, simulation, lists)
@@ -159,14 +165,18 @@ def _stage_list(
     steps: Sequence[Step],
     simulation: Simulation,
     stage: int,
+    norm_at_once: bool,
 ) -> list[Action]:
     """Make a stage's list of passes and of the parts of optimizer steps, without messages.
 
     "reduce" follows a mini-batch's last backward pass on the stage. "norm" may wait for all stages,
-    so it is placed at the simulated time at which every stage has finished that pass. "step" is
-    placed directly before the first forward pass that needs the updated weights.
+    so it is placed at the simulated time at which every stage has finished that pass, or with
+    ``norm_at_once`` directly after "reduce". "step" is placed directly before the first forward
+    pass that needs the updated weights.
     """
     norms = sorted(range(len(steps)), key=lambda k: (simulation.norm_known[k], k))
+    if norm_at_once:
+        norms = []
     untaken = sorted(range(len(steps)), key=lambda k: (steps[k].before, k))
     completed_by = {step.last: step for step in steps}
     actions: list[Action] = []
@@ -186,6 +196,8 @@ def _stage_list(
             actions.append(_pass("backward", roles, stream.entries[~n]))
             if ~n in completed_by:
                 actions.append(_of_step("reduce", roles, completed_by[~n]))
+                if norm_at_once:
+                    actions.append(_of_step("norm", roles, completed_by[~n]))
     add_until(None, len(stream.entries))
     return actions
 

@@ -9,7 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mppo.pipeline.actions import Action, RoleWork
-from mppo.pipeline.checks import ScheduleFault, check_schedule, run_blocking
+from mppo.pipeline.checks import (
+    ScheduleFault,
+    check_lists,
+    check_schedule,
+    checked_schedule,
+    run_blocking,
+)
 from mppo.pipeline.schedule import forward_list, make_schedule
 from mppo.pipeline.streams import KINDS
 
@@ -71,22 +77,39 @@ def updates(draw, most_chunks: int = 1):
 
 
 def check_kinds(update) -> None:
-    """Check the lists of every kind for an update, and that no kind is slower than the previous."""
+    """Check the lists of every kind for an update, and that no kind is slower than the previous.
+
+    A list that survives more waits is preferred even if it is 10% slower. Where every list of a
+    kind could hang, the sequential schedule runs.
+    """
     stages, roles = update
     spans = []
     for kind in KINDS:
         schedule = make_schedule(kind, roles, stages)
-        check_schedule(schedule)
+        check_lists(schedule)
+        check_schedule(checked_schedule(kind, roles, stages)[0])
         spans.append(schedule.simulation.makespan)
         for stage, held in enumerate(schedule.simulation.in_flight):
             assert held <= max(r.most_in_flight(stage, stages) / r.chunks for r in roles)
     sequential, fused, free = spans
-    assert free <= fused <= sequential
+    assert free <= 1.1 * fused
+    assert fused <= 1.1 * sequential
+
+
+EVERY_LIST_COULD_HANG = (
+    6,
+    (
+        RoleWork("critic", (1,), 0.1, 0.1, reduce=1.4),
+        RoleWork("actor", (3,), 0.1, (0.1, 0.3, 0.2, 0.1, 0.1, 0.1)),
+    ),
+)
+"""The "norm" of the critic lies between messages of the actor on some stages."""
 
 
 @settings(max_examples=1000, deadline=None)
 @given(updates())
 @example(REFUSED_WITH_FLOATS)
+@example(EVERY_LIST_COULD_HANG)
 def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
 
