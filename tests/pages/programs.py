@@ -352,17 +352,12 @@ def scancel(arguments: list[str]) -> int:
     return found.returncode
 
 
-GPU_SCRIPTS = {
-    "run_all.sh": "gpu_checks.py",
-    "one_gpu.sh": "one_gpu.py",
-    "one_gpu_wheels.sh": "one_gpu_wheels.sh",
-}
-"""Scripts in ``tests/gpu``, and the file there that knows their options."""
+GPU_SCRIPTS = {"run_all.sh": "gpu_checks.py", "one_gpu.sh": "one_gpu.py", "one_gpu_wheels.sh": ""}
+"""Scripts in ``tests/gpu``, and the program there that knows their options."""
 
 
 def gpu_script(name: str, arguments: list[str]) -> int:
-    """Options by the text of the script's program."""
-    _check_options(name, arguments, (ROOT / "tests/gpu" / GPU_SCRIPTS[name]).read_text())
+    _check_options(name, arguments, (ROOT / "tests/gpu" / (GPU_SCRIPTS[name] or name)).read_text())
     return 0
 
 
