@@ -127,9 +127,13 @@ def cut(
     )
 
 
+def padding_tokens(total: int, multiple: int) -> int:
+    """Number of padding tokens after sequences of ``total`` tokens; at least one without any."""
+    return -total % multiple if total else multiple
+
+
 def _pack_sequences(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
     """Pack complete sequences; padding becomes a sequence of its own."""
-    total = int(lengths.sum())
-    padding = -total % multiple if total else multiple
+    padding = padding_tokens(int(lengths.sum()), multiple)
     padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
     return pack_sequences(torch.tensor([0, *padded]).cumsum(0), device, padding)

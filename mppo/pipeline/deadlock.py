@@ -20,8 +20,9 @@ also do with more queues or with sends that need no receiver.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 EventKind = Literal["kernel", "send", "receive", "collective", "stream_wait", "host_wait"]
@@ -94,24 +95,55 @@ class Rules:
     host_waits: Literal["nothing", "stream", "device"] = "nothing"
 
 
-def find_hang(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> str | None:
+def find_hang(
+    lists: Sequence[Sequence[RankEvent]], rules: Rules, ranks: Sequence[int] | None = None
+) -> str | None:
     """Find out whether ranks wait for ever, or exchange the wrong messages.
 
     Args:
         lists: the events of every rank; ranks that do the same may be left out together with all
             ranks that they communicate with.
         rules: what the events wait for.
+        ranks: number of the rank of each list, for the description; None: that of the list.
 
     Returns:
         None if every rank reaches the end of its list; else a description: the events that wait
-        for each other, or the communication that has no partner.
+        for each other (of each rank's the first, where its host waits, and the last), or the
+        communication that has no partner.
     """
     graph = _Graph()
+    names = _Names(lists, ranks or range(len(lists)))
     partners = _Partners()
     for rank, events in enumerate(lists):
         _Issue(graph, partners, rank, rules).all(events)
-    fault = partners.join(graph, rules, lists)
-    return fault or graph.hang(lists)
+    return partners.join(graph, rules, names) or graph.hang(names)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Descriptions of the events of every list."""
+
+    lists: Sequence[Sequence[RankEvent]]
+    ranks: Sequence[int]
+
+    def name(self, rank: int, at: int) -> str:
+        """Describe one event of a list."""
+        event = self.lists[rank][at]
+        text = f"rank {self.ranks[rank]}: {event.kind}"
+        if event.group is not None:
+            text += f" in {event.group}"
+        return f"{text} ({event.label})" if event.label else text
+
+    def circle(self, places: Sequence[tuple[int, int]]) -> str:
+        """Describe events of which each waits for the next one, and the last one for the first."""
+        start = next(i for i in range(len(places)) if places[i - 1][0] != places[i][0])
+        shown: list[tuple[int, int]] = []
+        for _, group in groupby((*places[start:], *places[:start]), key=lambda place: place[0]):
+            # of one rank's events: the first, where its host waits, and the last
+            first, *others = group
+            waits = [one for one in others if self.lists[one[0]][one[1]].kind == "host_wait"]
+            shown += dict.fromkeys((first, *waits[-1:], *others[-1:]))
+        return " waits for ".join(self.name(*place) for place in (*shown, shown[0]))
 
 
 class _Graph:
@@ -139,7 +171,7 @@ class _Graph:
         self.following[first].append(then)
         self.missing[then] += 1
 
-    def hang(self, lists: Sequence[Sequence[RankEvent]]) -> str | None:
+    def hang(self, names: _Names) -> str | None:
         """Let all nodes happen that can; describe a circle of the others."""
         missing, following = self.missing, self.following
         todo = deque(node for node, count in enumerate(missing) if not count)
@@ -152,19 +184,43 @@ class _Graph:
                     todo.append(node)
         if not left:
             return None
-        awaited = {
-            then: node
-            for node, count in enumerate(missing)
-            if count
-            for then in following[node]
-            if missing[then]
-        }
-        node, seen = next(iter(awaited)), []
-        while node not in seen:
-            seen.append(node)
-            node = awaited[node]
-        circle = dict.fromkeys(self.place[one] for one in seen[seen.index(node) :])
-        return " waits for ".join(_name(lists, *place) for place in (*circle, next(iter(circle))))
+        awaited: dict[int, list[int]] = {node: [] for node, count in enumerate(missing) if count}
+        for node in awaited:
+            for then in following[node]:
+                awaited[then].append(node)
+        circle = dict.fromkeys(self.place[node] for node in self._circle(awaited))
+        return names.circle(list(circle))
+
+    def _circle(self, awaited: Mapping[int, Sequence[int]]) -> list[int]:
+        """Nodes of which each waits for the next one, and the last one for the first.
+
+        Args:
+            awaited: for every node that waits for ever, the others among them that it waits for.
+
+        Returns:
+            Of the circles through one node, one that changes the rank least often.
+        """
+        start, seen = next(iter(awaited)), set()
+        while start not in seen:
+            seen.add(start)
+            start = awaited[start][0]
+        before: dict[int, int] = {}
+        todo = deque([(start, start)])
+        while start not in before:
+            node, waiting = todo.popleft()
+            if node != start or waiting != start:
+                if node in before:
+                    continue
+                before[node] = waiting
+            for one in awaited[node]:
+                if self.place[one][0] == self.place[node][0]:
+                    todo.appendleft((one, node))
+                else:
+                    todo.append((one, node))
+        found = [before[start]]
+        while found[-1] != start:
+            found.append(before[found[-1]])
+        return found[::-1]
 
 
 class _Partners:
@@ -188,8 +244,9 @@ class _Partners:
             self.receives, (event.peer, rank))  # fmt: skip
         table.setdefault((event.group, event.on_host, *pair), []).append((start, end, rank, at))
 
-    def join(self, graph: _Graph, rules: Rules, lists: Sequence[Sequence[RankEvent]]) -> str | None:
+    def join(self, graph: _Graph, rules: Rules, names: _Names) -> str | None:
         """Let each communication wait for its partners; describe one that has none."""
+        lists = names.lists
         for key in self.sends.keys() | self.receives.keys():
             sends, receives = self.sends.get(key, []), self.receives.get(key, [])
             for (s_start, s_end, *sender), (r_start, r_end, *receiver) in zip(
@@ -200,18 +257,19 @@ class _Partners:
                     sent.message,
                     received.message,
                 ):
-                    return f"{_name(lists, *sender)} is received by {_name(lists, *receiver)}"
+                    return f"{names.name(*sender)} is received by {names.name(*receiver)}"
                 graph.edge(s_start, r_end)
                 if rules.rendezvous:
                     graph.edge(r_start, s_end)
             left = [*sends[len(receives) :], *receives[len(sends) :]]
             if left:
-                return f"{_name(lists, *left[0][2:])} has no partner"
+                return f"{names.name(*left[0][2:])} has no partner"
         for group, by_rank in self.collectives.items():
             members = self.members[group]
             counts = {rank: len(by_rank.get(rank, ())) for rank in sorted(members)}
             if len(set(counts.values())) > 1:
-                return f"group {group[0]}: numbers of collectives differ between ranks: {counts}"
+                by_number = {names.ranks[rank]: count for rank, count in counts.items()}
+                return f"group {group[0]}: numbers of collectives differ between ranks: {by_number}"
             for parts in zip(*by_rank.values(), strict=True):
                 joined = graph.node(graph.place[parts[0][0]], *(start for start, _ in parts))
                 for _, end in parts:
@@ -296,11 +354,3 @@ class _Issue:
         end = self._tails[stream] = graph.node(place, start)
         self._started[queue] = start
         return start, end
-
-
-def _name(lists: Sequence[Sequence[RankEvent]], rank: int, at: int) -> str:
-    event = lists[rank][at]
-    text = f"rank {rank}: {event.kind}"
-    if event.group is not None:
-        text += f" in {event.group}"
-    return f"{text} ({event.label})" if event.label else text

@@ -1,7 +1,7 @@
 """Stand-ins for data that a single simulated rank does not have.
 
-These are the files of weights, the parameters of other pipeline stages, the shapes of their
-messages, and the routers' expert choices, which depend on numbers.
+These are the files of weights, the parameters of other pipeline stages, and the routers' expert
+choices, which depend on numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 from mppo.config.rules.rule import RoleCase
 from mppo.models import role, role_weights
 from mppo.models.attention import core
-from mppo.models.moe import router
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import role_stage_layers
-from mppo.simulation.gpu import attention_kernels, collectives, norm_kernel
+from mppo.simulation.expert_choices import ExpertChoices
+from mppo.simulation.gpu import attention_kernels, norm_kernel
 from mppo.simulation.gpu.counters import Counters
-from mppo.simulation.gpu.known_values import attach_values, forget
 from mppo.supervision.phase import current
 from mppo.trainer import roles
 from mppo.weights import stream
@@ -64,7 +63,7 @@ def install(
         cases: recipe section and Hugging Face config of each role, by name.
         world_size: number of ranks.
         counters: counters of the rank, which also count micro-batches.
-        uneven: routers send a quarter of the experts nothing.
+        uneven: see ``ExpertChoices``.
     """
 
     def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
@@ -82,8 +81,7 @@ def install(
 
     replaced: Any = stream
     replaced.all_gather_objects = of_all_stages
-    router.Router._choose = _fixed_choice(router.Router._choose, 0.75 if uneven else 1.0)
-    _follow_micro_batches(counters, {name: config for name, (_, config) in cases.items()})
+    ExpertChoices(counters, uneven).install()
     attention_kernels.install(core)
     norm_kernel.install(counters)
 
@@ -120,42 +118,3 @@ def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list
                     rows.append((r.where, layer, r.name, dtype))
         stages.append(rows)
     return stages
-
-
-def _follow_micro_batches(counters: Counters, hf_configs: Mapping[str, Any]) -> None:
-    """Count micro-batches, and give a received shape the size of the last micro-batch cut."""
-    plain_cut, tokens = role.cut, [0]
-
-    def cut(batch: Any, indices: Any, multiple: int, *rest: Any) -> Any:
-        found = plain_cut(batch, indices, multiple, *rest)
-        counters.micro_batch()
-        tokens[0] = len(found.tokens_t) // multiple
-        return found
-
-    def receive(tensor: Tensor) -> None:
-        if tensor.dtype is not torch.int64 or tuple(tensor.shape) != (3,):
-            forget([tensor])
-            return
-        words = current().replace(",", "").split()
-        width = next(config.hidden_size for name, config in hf_configs.items() if name in words)
-        attach_values(tensor, torch.tensor([tokens[0], 1, width]))
-
-    role.cut = cut
-    collectives.receive[0] = receive
-
-
-def _fixed_choice(plain_choose: Any, share: float) -> Any:
-    """Wrap the router's choice so that it selects a share of the experts equally often."""
-
-    def choose_fixed(self: Any, scores: Tensor, topk: int, num_groups: Any, group_topk: Any,
-                      choose: Any) -> Any:  # fmt: skip
-        def even(scores: Tensor, topk: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            choose(scores, topk, **kwargs)
-            tokens, experts = scores.shape
-            places = torch.arange(tokens)[:, None] * topk + torch.arange(topk)
-            taken = (places % max(topk, int(share * experts))).to(scores.device)
-            return scores.gather(1, taken), taken
-
-        return plain_choose(self, scores, topk, num_groups, group_topk, even)
-
-    return choose_fixed

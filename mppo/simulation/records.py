@@ -50,9 +50,10 @@ class Recorded(NamedTuple):
     batch: int = 0
 
     def describe(self) -> str:
-        """Operation, form and source line."""
+        """Operation, form, splits and source line."""
         form = ", ".join(str(x) for x in self.form)
-        return f"{self.operation} of {form} at {self.line}"
+        rows = "".join(f", {name} {list(x)}" for name, x in zip(("to", "by"), self.splits))
+        return f"{self.operation} of {form}{rows} at {self.line}"
 
 
 @dataclass

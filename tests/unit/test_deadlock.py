@@ -122,6 +122,18 @@ def test_communications_on_the_host_wait_for_no_stream():
     assert find_hang(lists, Rules()) is not None
 
 
+def test_a_circle_names_the_first_and_last_event_of_every_rank():
+    def lists_of(kernels: int) -> list[list[RankEvent]]:
+        return [[receive(peer), wait(0), *[KERNEL] * kernels, send(peer)] for peer in (1, 0)]
+
+    few, many = (find_hang(lists_of(count), FREE, ranks=(16, 20)) for count in (0, 9))
+    assert few == many
+    assert many is not None
+    for rank in ("rank 16", "rank 20"):
+        assert f"{rank}: send in g" in many
+        assert f"{rank}: receive in g" in many
+
+
 def test_communications_without_partner_are_named():
     assert find_hang([[send(1, label="line 3")], []], FREE) == (
         "rank 0: send in g (line 3) has no partner"

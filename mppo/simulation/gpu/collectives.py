@@ -7,7 +7,7 @@ checked. Calls and bytes are counted by operation and group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from mppo.simulation.gpu.ledger import source_line
 from mppo.simulation.gpu.recorder import RankRecorder
 from mppo.simulation.records import RecordKind
 
-receive: list[Callable[[Tensor], None]] = [lambda tensor: forget([tensor])]
-"""One function, called with the tensor of a point-to-point receive to set its values."""
 _MESSAGES: dict[str, RecordKind] = {"send": "send", "recv_": "receive"}
 _UNCHANGED = {"broadcast_", "send", "barrier"}
 
@@ -168,9 +166,6 @@ def _propagate(operation: str, args: tuple, size: int, reduction: str) -> None:
     elif operation == "alltoall_base_":
         out, value = lists[0][0], known(lists[1][0])
         _set(out, value if value is not None and value.shape == out.shape else None)
-    elif operation == "recv_":
-        for x in lists[0]:
-            receive[0](x)
     else:
         forget(x for tensors in lists for x in tensors)
 

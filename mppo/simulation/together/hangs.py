@@ -40,8 +40,8 @@ def describe_rules(rules: Rules) -> str:
 
 def find_hangs(ranks: Sequence[RankRecord], rules: Sequence[Rules]) -> list[Hang]:
     """Let the recorded ranks run under each of the rules."""
-    lists = event_lists(ranks)
-    found = ((one, find_hang(lists, one)) for one in rules)
+    lists, numbers = event_lists(ranks), [one.rank for one in ranks]
+    found = ((one, find_hang(lists, one, numbers)) for one in rules)
     return [Hang(one, circle) for one, circle in found if circle is not None]
 
 
