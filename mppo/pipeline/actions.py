@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ActionKind = Literal[
     "forward",
@@ -25,8 +25,7 @@ Numbers = tuple[str, int, int, int]
 COMPUTE: tuple[ActionKind, ...] = ("forward", "backward")
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One action of a pipeline stage for one role.
 
     Args:
@@ -53,11 +52,11 @@ class Action:
     @property
     def numbers(self) -> Numbers:
         """What the action belongs to."""
-        return self.role, self.mini_batch, self.micro_batch, self.chunk
+        return self[1:]
 
     def of_kind(self, kind: ActionKind) -> Action:
         """The action of another kind for the same chunk of the same micro-batch."""
-        return Action(kind, *self.numbers)
+        return Action(kind, *self[1:])
 
 
 @dataclass(frozen=True)

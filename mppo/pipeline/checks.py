@@ -97,21 +97,23 @@ def run_blocking(lists: StageLists) -> None:
 
 
 def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
-    expected: Counter[Action] = Counter()
+    expected: set[Action] = set()
     for role in schedule.roles:
-        for i, count in enumerate(role.micro_batches):
-            for j, chunk in product(range(count), range(role.chunks)):
-                kinds: list[ActionKind] = [*COMPUTE]
-                if stage > 0 or chunk > 0:
-                    kinds.extend(("receive_input", "send_gradient"))
-                if stage < stages - 1 or chunk < role.chunks - 1:
-                    kinds.extend(("send_output", "receive_gradient"))
-                expected.update(Action(kind, role.name, i, j, chunk) for kind in kinds)
-            expected.update(Action(kind, role.name, i) for kind in _STEP_KINDS)
-    present = Counter(actions)
-    if present != expected:
+        for chunk in range(role.chunks):
+            kinds: list[ActionKind] = [*COMPUTE]
+            if stage > 0 or chunk > 0:
+                kinds += ("receive_input", "send_gradient")
+            if stage < stages - 1 or chunk < role.chunks - 1:
+                kinds += ("send_output", "receive_gradient")
+            for i, count in enumerate(role.micro_batches):
+                expected |= {Action(k, role.name, i, j, chunk) for k in kinds for j in range(count)}
+        rounds = range(len(role.micro_batches))
+        expected |= {Action(kind, role.name, i) for kind in _STEP_KINDS for i in rounds}
+    if len(actions) != len(expected) or set(actions) != expected:
+        present = Counter(actions)
         raise ScheduleFault(
-            f"stage {stage}: missing {expected - present}, unexpected {present - expected}"
+            f"stage {stage}: missing {expected - present.keys()}, "
+            f"unexpected {present - Counter(expected)}"
         )
 
 

@@ -23,76 +23,10 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple
 
-EventKind = Literal["kernel", "send", "receive", "collective", "stream_wait", "host_wait"]
-
-COMPUTE_STREAM = "compute"
-"""Name of the stream on which a rank computes."""
+from mppo.pipeline.rank_events import RankEvent, Rules, complete_in_order
 
 _NOTHING = -1
-
-
-class RankEvent(NamedTuple):
-    """Something that the host of a rank does; each rank has a list of them, in order.
-
-    Args:
-        kind: "kernel": computation on ``stream`` that waits for nothing else and ends. "send",
-            "receive", "collective": start a communication; the host and ``stream`` do not wait for
-            it. "stream_wait": ``stream`` waits. "host_wait": the host waits. (A blocking
-            operation of torch is the communication and a "stream_wait" for it; a blocking
-            ``Work.wait()`` of a CPU tensor's operation is a "host_wait".)
-        stream: the stream that is current on the host; for "host_wait" without ``until`` and
-            ``whole_device`` the stream that it waits for.
-        group: of a communication: name of the process group; the same on all its ranks, and
-            different for groups with communicators of their own.
-        peer: of a message: index of the other rank's list.
-        ranks: of a collective: indices of its ranks' lists.
-        until: of a wait: index in the rank's own list of an earlier event. Its end is awaited. An
-            event that is recorded on a stream is the last kernel of that stream, or a "kernel" of
-            its own.
-        whole_device: of a "host_wait": it waits for all streams, as freeing device memory does.
-        on_host: of a communication: it runs beside the device (gloo), as soon as it is issued.
-        batch: communications with the same number other than 0 that directly follow each other
-            are one operation of the group's own communicator (``batch_isend_irecv``).
-        message: what a message is, such as shape and type; None: not known. Sender and receiver
-            must agree.
-        label: describes the event in the report, such as its line of source.
-    """
-
-    kind: EventKind
-    stream: Hashable = COMPUTE_STREAM
-    group: Hashable = None
-    peer: int = -1
-    ranks: tuple[int, ...] = ()
-    until: int | None = None
-    whole_device: bool = False
-    on_host: bool = False
-    batch: int = 0
-    message: Hashable = None
-    label: object = ""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the events wait for.
-
-    Args:
-        rendezvous: a send ends only when its receive has started; False: NCCL's buffers hold it.
-        pair_communicators: two ranks of a group have a communicator for their messages (process
-            groups of torch that are initialized when they are first used); False: they use the
-            communicator of the whole group, as groups do that are bound to a device.
-        queues: number of hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``). Streams take them in
-            turn, in the order of their first use.
-        host_waits: what the host also waits for after every kernel: "nothing"; the kernel's
-            "stream", as a copy of a count to the host does; or the whole "device", as the
-            allocator does when it returns memory, and the first launch of a kernel.
-    """
-
-    rendezvous: bool = True
-    pair_communicators: bool = True
-    queues: int = 1
-    host_waits: Literal["nothing", "stream", "device"] = "nothing"
 
 
 def find_hang(
@@ -111,6 +45,15 @@ def find_hang(
         for each other (of each rank's the first, where its host waits, and the last), or the
         communication that has no partner.
     """
+    if complete_in_order(lists, rules):
+        return None
+    return find_circle(lists, rules, ranks)
+
+
+def find_circle(
+    lists: Sequence[Sequence[RankEvent]], rules: Rules, ranks: Sequence[int] | None = None
+) -> str | None:
+    """``find_hang`` by all events and all that they wait for."""
     graph = _Graph()
     names = _Names(lists, ranks or range(len(lists)))
     partners = _Partners()

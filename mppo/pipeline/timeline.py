@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mppo.parallel.measurement.stream_timer import StreamTimer
@@ -138,7 +138,7 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
                             "ph": "X",
                             "name": label,
                             "cat": "waiting" if label == "waiting" else action.role,
-                            "args": asdict(action),
+                            "args": action._asdict(),
                             "pid": rank,
                             "tid": 0,
                             "ts": round((start - origin) * 1e6, 3),

@@ -30,6 +30,7 @@ SMALLEST = {
     "report.py": ["--steps", "20", "--ranks", "40", "--repeat", "1"],
     "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
                     "--repeat", "1"],
+    "random_schedules.py": ["--updates", "20"],
     "value_head.py": ["--seeds", "2", "--steps", "2", "--warm-start", "1", "--tasks", "reverse",
                       "--heads", "0", "0.02"],
 }  # fmt: skip

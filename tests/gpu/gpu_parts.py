@@ -105,10 +105,12 @@ def schedules(folder: Path) -> str:
             if name == "with little memory" and device.is_cuda():
                 limit = 1.2 * torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[1]
                 torch.cuda.set_per_process_memory_fraction(limit)
-            expected, streamed = updated(case, folder, registry).values()
+            results = updated(case, folder, registry)
+            assert not results["shared"], f"{name}: groups with other uses: {results['shared']}"
+            states = (results[which]["state"] for which in ("expected", "found"))
             pairs = [
                 (there[key], here[key])
-                for there, here in zip(expected["state"], streamed["state"], strict=True)
+                for there, here in zip(*states, strict=True)
                 for key in there
             ]
             largest = max(float((a - b).abs().max()) for a, b in pairs)

@@ -21,7 +21,7 @@ from gpu_report import Check, Mismatch
 LIMIT_S = 120.0
 """Seconds after which a check has failed."""
 STEPS = 3
-NOT_COMPARED = ("step", "timing", "perf/", "rollout/", "val")
+NOT_COMPARED = ("step", "timing", "perf/", "eps", "rollout/", "val")
 """Prefixes of metrics that differ between two runs of the same responses."""
 RELATIVE, ABSOLUTE = 5e-3, 2e-4
 """Largest differences between the metrics of a CPU and those of a GPU, which sums in another order;
@@ -179,6 +179,7 @@ def measured_keys(folder: Path) -> list[str]:
         "actor.ppo_max_token_len_per_gpu=2048",
         "rollout.name=local",
         "rollout.tensor_model_parallel_size=1",
+        "rollout.server_args={}",
         "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={folder / 'run_measured'}",
         "trainer.total_training_steps=2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mppo.pipeline.deadlock import Rules
+from mppo.pipeline.rank_events import Rules
 from mppo.simulation.records import RankRecord
 from mppo.simulation.together.hangs import Hang, find_hangs
 from mppo.simulation.together.matching import Mismatch, match

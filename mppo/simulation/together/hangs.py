@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
+from mppo.pipeline.deadlock import find_hang
+from mppo.pipeline.rank_events import RankEvent, Rules
 from mppo.simulation.records import RankRecord, Recorded
 
 
