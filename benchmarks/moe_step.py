@@ -118,6 +118,7 @@ def make_update(role, batch) -> Callable[[], object]:
         loss = -outputs.logprobs_T.sum() / float(batch.response_mask_T.sum())
         return loss, {"loss": loss.detach()}
 
+    objective.statistics = ("loss",)
     return lambda: role.forward_backward(MiniBatch(batch, plan, objective))
 
 
@@ -198,6 +199,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
         loss = -outputs.logprobs_T.mean()
         return loss, {"loss": loss.detach()}
 
+    objective.statistics = ("loss",)
     role.forward_backward(MiniBatch(batch, plan, objective))
     (folder / f"memory_{world}_{rank}").write_text(str(peak_bytes() - before))
     dist.destroy_process_group()

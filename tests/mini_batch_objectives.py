@@ -6,7 +6,8 @@ from torch import Tensor
 
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
-from mppo.trainer.losses import PolicyObjective, PolicyTargets, ValueObjective, ValueTargets
+from mppo.trainer.targets import PolicyTargets, ValueTargets
+from mppo.trainer.update.objectives import PolicyObjective, ValueObjective
 
 
 def policy_objective(

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from planted_mistakes import BETWEEN_REPLICAS, BETWEEN_STAGES, RACES
@@ -72,16 +71,9 @@ def recorded(planted: Planted | None, rank: int, simulated: RankCase) -> RankRec
     return simulate_rank(replace(simulated, rank=rank)).record
 
 
-@cache
-def last_rank(*overrides: str) -> RankRecord:
-    """The last rank, without a mistake."""
-    return isolated(recorded, None, 3, case(*overrides))
-
-
 def run(planted: Planted | None, ranks: Sequence[int], *overrides: str) -> dict[str, Any]:
     """What is found among some ranks."""
-    statistics = last_rank(*overrides).statistics
-    simulated = replace(case(*overrides), statistics=statistics)
+    simulated = case(*overrides)
     records = [isolated(recorded, planted, rank, simulated) for rank in ranks]
     found = find(records, rules_of(simulated.recipe, simulated.world_size))
     return {

@@ -27,7 +27,6 @@ from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage, build_stages, run_chunk
 from mppo.models.work_share import PassMoves, fetch_share, output_rows, return_home, sum_states
 from mppo.parallel import device
-from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.pipeline.sequential import run_pipeline
@@ -79,7 +78,6 @@ class Role:
         self.head = RoleHead(self.stages[-1], spec, groups, vocab_size)
         self.token_budget = spec.batching.token_budget
         self.loss = 0.0
-        self._stat_names: list[str] | None = None
 
     def _prepare_routers(self) -> None:
         """Freeze the routers if the recipe says so, and record or replay their expert choices."""
@@ -260,7 +258,7 @@ class Role:
                 shape_of=self.message_shape,
                 objective=mini_batch.objective,
             )
-        return self.start_statistics(parts).wait()
+        return self.start_statistics(parts, mini_batch.objective.statistics).wait()
 
     def optimizer_step(self) -> StepResult:
         """Apply the accumulated gradient if its norm and loss are finite."""
@@ -300,18 +298,19 @@ class Role:
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device.device())
 
     def start_statistics(
-        self, parts: Sequence[tuple[Tensor, dict[str, Tensor]]], stop: bool = False
+        self,
+        parts: Sequence[tuple[Tensor, dict[str, Tensor]]],
+        names: tuple[str, ...],
+        stop: bool = False,
     ) -> PendingStatistics:
         """Start to sum loss and statistics over the micro-batches of all ranks.
 
         Args:
             parts: loss and statistics of this rank's micro-batches.
+            names: names of the statistics.
             stop: whether this rank wants to end the update early.
         """
-        if self._stat_names is None:
-            known = all_gather_objects(sorted(parts[0][1]) if parts else None)
-            self._stat_names = next(names for names in known if names is not None)
-        names = self._stat_names
+        assert all(stats.keys() == set(names) for _, stats in parts), f"statistics of {self.name}"
         totals = torch.zeros(2 + len(names), dtype=torch.float64)
         if self.groups.is_reporting_rank:
             rows = [
@@ -354,7 +353,7 @@ class PendingStatistics:
     """
 
     role: Role
-    names: list[str]
+    names: tuple[str, ...]
     totals: Tensor
     work: dist.Work
     stop: bool = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,20 @@ from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.routing import Replay
 from mppo.pipeline.microbatches import MicroBatchPlan
 
-Objective = Callable[[Outputs, tuple[int, ...]], tuple[Tensor, dict[str, Tensor]]]
-"""Maps a micro-batch's outputs and sequence indices to (summed loss, summed statistics)."""
+
+class Objective(Protocol):
+    """The loss of a mini-batch, computed micro-batch by micro-batch."""
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the statistics; ranks that compute no loss need them to join their sums."""
+        ...
+
+    def __call__(
+        self, outputs: Outputs, indices: tuple[int, ...], /
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map a micro-batch's outputs and sequence indices to summed loss and statistics."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class _RunningMiniBatch:
         number: index of the mini-batch.
         microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
+        statistics: names of the objective's statistics.
         unsynchronised: DDP's ``no_sync``; while it is open, backward passes reduce no gradient.
         activations: input and output of each forward pass whose backward pass has not run yet, by
             the indices of micro-batch and chunk.
@@ -41,6 +42,7 @@ class _RunningMiniBatch:
     number: int
     microbatches: list[MicroBatch]
     forward_step: Callable
+    statistics: tuple[str, ...]
     unsynchronised: ExitStack
     activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
@@ -134,7 +136,7 @@ class StreamedRole:
         with role.groups.active():
             finalize_gradients(self._chunks, None)
             norm = self._optimizer.start_norm()
-        statistics = role.start_statistics(run.parts, self._wants_to_stop())
+        statistics = role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
         self._running, self._pending = None, (norm, statistics)
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
@@ -172,8 +174,11 @@ class StreamedRole:
             if role.routing:
                 role.routing.before_update(mini_batch.batch, mini_batch.plan, microbatches)
         head = partial(role.head, batch=mini_batch.batch, inputs=mini_batch.inputs)
-        forward_step = forward_step_function(run_chunk, head, mini_batch.objective)
+        objective = mini_batch.objective
+        forward_step = forward_step_function(run_chunk, head, objective)
         unsynchronised = ExitStack()
         for chunk in self._chunks:
             unsynchronised.enter_context(chunk.no_sync())
-        return _RunningMiniBatch(number, microbatches, forward_step, unsynchronised)
+        return _RunningMiniBatch(
+            number, microbatches, forward_step, objective.statistics, unsynchronised
+        )

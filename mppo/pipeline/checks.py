@@ -131,7 +131,8 @@ def _check_order(schedule: Schedule, actions: Sequence[Action]) -> None:
             last = [at[Action("backward", role.name, i, count - 1, chunk)] for chunk in chunks]
             last += [at[Action(kind, role.name, i)] for kind in _STEP_KINDS]
             if i + 1 < len(role.micro_batches):
-                last.append(at[Action("forward", role.name, i + 1, 0)])
+                first = Action("forward", role.name, i + 1, 0)
+                last.append(at.get(first.of_kind("receive_input"), at[first]))
             if last != sorted(last):
                 raise ScheduleFault(f"the step of {role.name} {i} is out of order")
             if schedule.stream.together:

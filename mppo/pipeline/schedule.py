@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -87,7 +88,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
     Returns:
         The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
-        refuses; "sequential" then takes each norm directly after its mini-batch.
+        refuses.
     """
     candidates = _candidates(kind, roles, stages)
     safe: Schedule | None = None
@@ -104,7 +105,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     if safe is not None:
         return safe
     simulation, stream = candidates[0]
-    return _with_lists(kind, roles, stream, simulation, norm_at_once=kind == "sequential")
+    return _with_lists(kind, roles, stream, simulation)
 
 
 _SLOWER = 1.1
@@ -126,21 +127,15 @@ def _candidates(
 
 
 def _with_lists(
-    kind: ScheduleKind,
-    roles: tuple[RoleWork, ...],
-    stream: Stream,
-    simulation: Simulation,
-    norm_at_once: bool = False,
+    kind: ScheduleKind, roles: tuple[RoleWork, ...], stream: Stream, simulation: Simulation
 ) -> Schedule:
     """Make the lists of a candidate."""
     steps, stages = steps_of(stream), len(simulation.orders)
     lists = [
-        _with_messages(
-            _stage_list(stream, roles, steps, simulation, stage, norm_at_once), roles, stage, stages
-        )
+        _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)
         for stage in range(stages)
     ]
-    return Schedule(kind, roles, stream, steps, simulation, lists)
+    return Schedule(kind, roles, stream, steps, simulation, _with_early_receives(lists))
 
 
 def forward_list(roles: Sequence[RoleWork], stage: int, stages: int) -> list[Action]:
@@ -165,18 +160,14 @@ def _stage_list(
     steps: Sequence[Step],
     simulation: Simulation,
     stage: int,
-    norm_at_once: bool,
 ) -> list[Action]:
     """Make a stage's list of passes and of the parts of optimizer steps, without messages.
 
     "reduce" follows a mini-batch's last backward pass on the stage. "norm" may wait for all stages,
-    so it is placed at the simulated time at which every stage has finished that pass, or with
-    ``norm_at_once`` directly after "reduce". "step" is placed directly before the first forward
-    pass that needs the updated weights.
+    so it is placed at the simulated time at which every stage has finished that pass. "step" is
+    placed directly before the first forward pass that needs the updated weights.
     """
     norms = sorted(range(len(steps)), key=lambda k: (simulation.norm_known[k], k))
-    if norm_at_once:
-        norms = []
     untaken = sorted(range(len(steps)), key=lambda k: (steps[k].before, k))
     completed_by = {step.last: step for step in steps}
     actions: list[Action] = []
@@ -196,8 +187,6 @@ def _stage_list(
             actions.append(_pass("backward", roles, stream.entries[~n]))
             if ~n in completed_by:
                 actions.append(_of_step("reduce", roles, completed_by[~n]))
-                if norm_at_once:
-                    actions.append(_of_step("norm", roles, completed_by[~n]))
     add_until(None, len(stream.entries))
     return actions
 
@@ -222,6 +211,7 @@ def _with_messages(
     the pass that needs the message. A receive that is posted earlier would let the message arrive
     during the pass before, but a wait for the whole device within that pass (memory that is
     returned, a kernel that is launched for the first time) would then wait for the message, too.
+    Receives before a "norm" are the exception: see ``_with_early_receives``.
     """
     last_chunks = {role.name: role.chunks - 1 for role in roles}
     result: list[Action] = []
@@ -238,3 +228,39 @@ def _with_messages(
         elif action.kind == "backward" and not is_first:
             result.append(action.of_kind("send_gradient"))
     return result
+
+
+def _with_early_receives(lists: StageLists) -> StageLists:
+    """Post the receives of all messages that are under way at a "norm" directly before it.
+
+    A stage that waits for its device in "norm" waits for its sends as well. Another stage that
+    posts their receives after its own "norm", and first waits for its device, would wait for the
+    "norm" of the first one. A receive never precedes the step that its mini-batch needs.
+    """
+    lists = [list(actions) for actions in lists]
+    number = sum(action.kind == "norm" for action in lists[0])
+    for norm in range(number):
+        at = [_position(actions, norm) for actions in lists]
+        counts = [Counter(action.kind for action in a[:end]) for a, end in zip(lists, at)]
+        for stage, actions in enumerate(lists):
+            sent = {
+                "receive_input": counts[stage - 1]["send_output"],
+                "receive_gradient": counts[(stage + 1) % len(lists)]["send_gradient"],
+            }
+            steps = Counter(action.role for action in actions[: at[stage]] if action.kind == "step")
+            later = actions[at[stage] :]
+            early: list[Action] = []
+            for kind, count in sent.items():
+                due = [a for a in later if a.kind == kind][: count - counts[stage][kind]]
+                for action in due:
+                    if action.mini_batch > steps[action.role]:
+                        break  # receives of one direction keep their order
+                    early.append(action)
+            if early:
+                actions[at[stage] :] = [*early, *(a for a in later if a not in early)]
+    return lists
+
+
+def _position(actions: Sequence[Action], norm: int) -> int:
+    """Index of the "norm" with a number in a stage's list."""
+    return [at for at, action in enumerate(actions) if action.kind == "norm"][norm]

@@ -63,7 +63,6 @@ class _Stage:
         self._kept = dict(zip(self._sent, kept_sends(stage, stages, chunks), strict=True))
         self._reductions: dict[str, int] = {}
         self._norms: dict[str, tuple[int, int]] = {}
-        self._named: set[str] = set()
 
     def events(self, actions: Sequence[Action]) -> list[RankEvent]:
         for action in actions:
@@ -130,12 +129,9 @@ class _Stage:
         if self._stages > 1 and self._stage in ends:
             tied = self._add(RankEvent("collective", group="embedding", ranks=ends, label=action))
             self._add(RankEvent("stream_wait", until=tied, label=action))
+        self._add(RankEvent("kernel", label=action))
         norm = self._add(RankEvent("collective", group="norm", ranks=every, label=action))
         self._add(RankEvent("host_wait", label=action))
-        if action.role not in self._named:  # all ranks exchange the names of the statistics
-            self._named.add(action.role)
-            names = RankEvent("collective", group="world", ranks=every, on_host=True, label=action)
-            self._add(RankEvent("host_wait", until=self._add(names), label=action))
         sums = RankEvent("collective", group="world", ranks=every, on_host=True, label=action)
         self._norms[action.role] = norm, self._add(sums)
 

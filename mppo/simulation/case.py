@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mppo.config.gpu_types import GpuType
@@ -28,8 +28,6 @@ class RankCase:
         table: who is where in which phase; None: as planned for the GPU and these models.
         record: keep ``RankResult.record``.
         uneven: sequences have different lengths, and routers send some experts nothing.
-        statistics: names of the loss's statistics by role, which a rank without the role's last
-            stage gets from there.
     """
 
     recipe: Recipe
@@ -43,4 +41,3 @@ class RankCase:
     table: Residency | None = None
     record: bool = False
     uneven: bool = False
-    statistics: Mapping[str, list[str]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mppo.config.rules.rule import RoleCase
-from mppo.models import role, role_weights
+from mppo.models import role_weights
 from mppo.models.attention import core
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
@@ -22,7 +22,6 @@ from mppo.planning.memory import role_stage_layers
 from mppo.simulation.expert_choices import ExpertChoices
 from mppo.simulation.gpu import attention_kernels, norm_kernel
 from mppo.simulation.gpu.counters import Counters
-from mppo.supervision.phase import current
 from mppo.trainer import roles
 from mppo.weights import stream
 from mppo.weights.hf.folder import HFFolder
@@ -84,18 +83,6 @@ def install(
     ExpertChoices(counters, uneven).install()
     attention_kernels.install(core)
     norm_kernel.install(counters)
-
-
-def exchange_statistics(names: Mapping[str, list[str]]) -> None:
-    """Give a rank what the last stage sends: the names of the loss's statistics, by role."""
-    plain = all_gather_objects
-
-    def gathered(value: Any) -> list[Any]:
-        words = current().replace(",", "").split()
-        return [*plain(value), *(found for name, found in names.items() if name in words)]
-
-    replaced: Any = role
-    replaced.all_gather_objects = gathered
 
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:

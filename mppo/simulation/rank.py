@@ -193,7 +193,6 @@ class _Simulation:
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
         other_ranks.install(roles, case.world_size, counters, case.uneven)
-        other_ranks.exchange_statistics(case.statistics)
         self.resident: Counter[str] = Counter()
         self.complete: Counter[str] = Counter()
 
@@ -218,9 +217,6 @@ class _Simulation:
         roles = self.roles
         present = [roles.actor, roles.critic, roles.ref, roles.reward_model]
         self.present: list[Role] = [role for role in present if role is not None]
-        for role in self.present:
-            if not role.groups.is_last_stage and role.name not in self.case.statistics:
-                role._stat_names = []  # the last stage, which sends the names, is not simulated
         self._assign()
 
     def step(self, step: int) -> None:
@@ -364,7 +360,6 @@ class _Simulation:
                 self.case.rank,
                 self.recorder.records,
                 self.recorder.races,
-                {role.name: role._stat_names or [] for role in self.present},
             ),
         )
 

@@ -64,10 +64,8 @@ class RankRecord:
         rank: the rank.
         records: in the order of the host.
         races: accesses to the same bytes that nothing orders.
-        statistics: names of the loss's statistics by role, where the rank has its last stage.
     """
 
     rank: int
     records: list[Recorded] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
-    statistics: dict[str, list[str]] = field(default_factory=dict)

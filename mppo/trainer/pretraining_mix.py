@@ -100,6 +100,11 @@ class MixedObjective:
     first: int
     coef: float
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        return (*self.objective.statistics, METRIC)
+
     def __call__(
         self, outputs: Outputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -131,6 +131,11 @@ class NegativeLogLikelihood:
     batch: Batch
     weight_T: Tensor
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        return ("loss",)
+
     def __call__(
         self, outputs: Outputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -107,6 +107,7 @@ def objective(batch: Batch):
         total = (chosen * tensors[0]).sum() + 0.1 * (chosen * tensors[-1].square()).sum()
         return total, {"loss": total.detach()}
 
+    loss.statistics = ("loss",)
     return loss
 
 
@@ -119,6 +120,7 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
             torch.testing.assert_close(output.detach().float(), expected, atol=1e-6, rtol=0)
         return loss_of(outputs, indices)
 
+    loss.statistics = loss_of.statistics
     return loss
 
 

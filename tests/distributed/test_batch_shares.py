@@ -104,9 +104,9 @@ def compare_targets(folder: Path) -> None:
     from mppo.dumps.experience_files import read_experience
     from mppo.trainer.advantages import estimate
     from mppo.trainer.dump import write_shares
-    from mppo.trainer.losses import policy_targets, value_targets
     from mppo.trainer.selection import resample_experience
     from mppo.trainer.sharing.gathers import gather_of_mini_batch
+    from mppo.trainer.targets import policy_targets, value_targets
 
     complete = outputs_of(LENGTHS)
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())
@@ -239,9 +239,9 @@ def fetch_what_a_rank_uses(layout: Layout) -> None:
     from mppo.models.work_share import PassMoves, fetch_share
     from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
     from mppo.trainer.advantages import estimate
-    from mppo.trainer.losses import value_targets
     from mppo.trainer.sharing.gathers import gather_of_mini_batch
     from mppo.trainer.sharing.shares import fetch_targets
+    from mppo.trainer.targets import value_targets
 
     complete, layers_of = outputs_of(LENGTHS), [[0, 2], [1]]
     tokens = len(complete.batch.tokens_T)

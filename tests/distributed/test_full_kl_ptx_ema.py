@@ -62,6 +62,7 @@ def kl_loss(batch):
         total = (chosen * outputs.logprobs_T).sum() / batch.num_sequences + kl
         return total, {"loss": total.detach(), "kl": kl.detach()}
 
+    loss.statistics = ("loss", "kl")
     return loss
 
 
@@ -169,6 +170,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
                 total, stats = objective(batch)(outputs, indices)
                 return scale * total + (added if 0 in indices else 0.0), stats
 
+            loss.statistics = objective(batch).statistics
             role.forward_backward(MiniBatch(batch, plan, loss))
         results = step_together(roles)
         assert {result.applied for result in results.values()} == {factor == 1.0 and lost == 0.0}

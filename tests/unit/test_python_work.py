@@ -22,9 +22,9 @@ from mppo.rollout.sglang.answers import add_answers
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_response import parse_responses
 from mppo.trainer.advantages import estimate
-from mppo.trainer.losses import policy_targets, value_targets
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.sharing.shares import pack_responses, share_out
+from mppo.trainer.targets import policy_targets, value_targets
 
 SAMPLES, PROMPT, LONGEST = 4, 16, 8000
 ROUTING = RoutingShape(layers=3, experts=2)

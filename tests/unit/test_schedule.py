@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,6 +19,7 @@ from mppo.pipeline.checks import (
     run_blocking,
 )
 from mppo.pipeline.schedule import forward_list, make_schedule
+from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import KINDS
 
 TABLE = {
@@ -96,7 +99,7 @@ def check_kinds(update) -> None:
     assert fused <= 1.1 * sequential
 
 
-EVERY_LIST_COULD_HANG = (
+MESSAGES_CROSS_THE_NORM = (
     6,
     (
         RoleWork("critic", (1,), 0.1, 0.1, reduce=1.4),
@@ -109,9 +112,27 @@ EVERY_LIST_COULD_HANG = (
 @settings(max_examples=1000, deadline=None)
 @given(updates())
 @example(REFUSED_WITH_FLOATS)
-@example(EVERY_LIST_COULD_HANG)
+@example(MESSAGES_CROSS_THE_NORM)
 def test_lists_of_any_update_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stages", "count"), TABLE)
+def test_no_wait_for_the_device_in_a_pass_or_a_norm_hangs(kind, stages, count):
+    work = tuple(RoleWork(name, (count,) * 3) for name in ("critic", "actor"))
+    assert hang_of(make_schedule(kind, work, stages).lists, work, "device") is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_message_is_under_way_at_a_norm(kind):
+    stages, work = MESSAGES_CROSS_THE_NORM
+    lists = make_schedule(kind, work, stages).lists
+    for left, right in pairwise(lists):
+        for norm in (action for action in left if action.kind == "norm"):
+            before = [Counter(a.kind for a in x[: x.index(norm)]) for x in (left, right)]
+            assert before[0]["send_output"] == before[1]["receive_input"]
+            assert before[1]["send_gradient"] == before[0]["receive_gradient"]
 
 
 @pytest.mark.parametrize("factor", [0.1, 3.1, 1e-9, 7e12])

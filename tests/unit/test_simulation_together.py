@@ -52,9 +52,7 @@ def planted() -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(600)
 def test_ranks_without_a_mistake_match_and_are_ordered(planted):
     found = planted["none"]
-    assert (found["mismatches"], found["races"]) == ([], [])
-    # the first "norm" exchanges the statistics' names, for which the host waits
-    assert all("for the device after every kernel" in hang for hang in found["hangs"])
+    assert (found["mismatches"], found["races"], found["hangs"]) == ([], [], [])
 
 
 @pytest.mark.timeout(600)

@@ -14,13 +14,14 @@ from mppo.algos.packing import select_sequences
 from mppo.batch import Batch, Experience, ModelOutputs
 from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.models.heads.outputs import PolicyOutputs
-from mppo.trainer import losses as losses
-from mppo.trainer.losses import PolicyObjective, select_targets, to_device
+from mppo.trainer import targets as mini_batch_targets
 from mppo.trainer.metrics import update_metrics
+from mppo.trainer.targets import select_targets, to_device
+from mppo.trainer.update.objectives import PolicyObjective
 
 LIMIT = 10
-policy_targets = partial(losses.policy_targets, max_response_length=LIMIT)
-value_targets = partial(losses.value_targets, max_response_length=LIMIT)
+policy_targets = partial(mini_batch_targets.policy_targets, max_response_length=LIMIT)
+value_targets = partial(mini_batch_targets.value_targets, max_response_length=LIMIT)
 LOSS_MODES = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
 AGGREGATIONS = LossAggMode.__args__
 

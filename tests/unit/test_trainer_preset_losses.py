@@ -18,7 +18,7 @@ from mppo.config.sections.algorithm import (
 )
 from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
 from mppo.trainer.advantages import estimate
-from mppo.trainer.losses import policy_targets, value_targets
+from mppo.trainer.targets import policy_targets, value_targets
 
 
 def padded(x_T, outputs):

@@ -11,8 +11,8 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import CriticConfig
 from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
-from mppo.trainer.losses import value_targets
 from mppo.trainer.metrics import experience_metrics
+from mppo.trainer.targets import value_targets
 
 LIMIT = 6
 STOPPED = (True, False, True, True, True)

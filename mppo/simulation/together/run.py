@@ -14,7 +14,7 @@ from mppo.pipeline.rank_events import Rules
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.simulation.case import RankCase
-from mppo.simulation.isolated import SimulationError, isolated, isolated_each
+from mppo.simulation.isolated import SimulationError, isolated_each
 from mppo.simulation.model_config import ModelConfigs
 from mppo.simulation.options import Options
 from mppo.simulation.quick import chunk_depths, fewest_layers, reduced_batch, with_layers
@@ -60,8 +60,7 @@ def simulate_all(
             records.append(record)
     except SimulationError as error:
         print(error.stack, file=sys.stderr)
-        failed = [ranks[-1], *ranks][len(records)]
-        print(f"mppo: rank {failed} fails {error}", file=sys.stderr, flush=True)
+        print(f"mppo: rank {ranks[len(records)]} fails {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     rules = rules_of(recipe, world_size)
     findings = find(records, rules)
@@ -80,17 +79,14 @@ def shortened(case: RankCase) -> RankCase:
 
 
 def record_ranks(case: RankCase, ranks: Sequence[int], at_once: int = 2) -> Iterator[RankRecord]:
-    """Simulate ranks, each in its own process, and yield their records; the last rank's first.
+    """Simulate ranks, each in its own process, and yield their records.
 
     Args:
         case: what to simulate.
-        ranks: in ascending order; the last one is on the last stage of all roles.
+        ranks: which ranks.
         at_once: number of processes at the same time.
     """
-    case = replace(case, record=True, uneven=True)
-    last = isolated(_record, replace(case, rank=ranks[-1]))
-    yield last
-    cases = [replace(case, rank=rank, statistics=last.statistics) for rank in ranks[:-1]]
+    cases = [replace(case, rank=rank, record=True, uneven=True) for rank in ranks]
     yield from isolated_each(_record, cases, at_once)
 
 

@@ -23,7 +23,7 @@ from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.responses import Responses
-from mppo.trainer.losses import Targets
+from mppo.trainer.targets import Targets
 
 _UNEVEN = 1.5
 """Tokens of the fullest home over the mean, from which sequences get other homes."""

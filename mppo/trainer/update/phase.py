@@ -25,17 +25,12 @@ from mppo.report.files import TIMELINES
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
-from mppo.trainer.losses import (
-    PolicyObjective,
-    Targets,
-    ValueObjective,
-    policy_targets,
-    value_targets,
-)
 from mppo.trainer.roles import Roles
 from mppo.trainer.selection import Indices
 from mppo.trainer.sharing.gathers import gather_of_mini_batch
 from mppo.trainer.sharing.shares import fetch_targets
+from mppo.trainer.targets import Targets, policy_targets, value_targets
+from mppo.trainer.update.objectives import PolicyObjective, ValueObjective
 from mppo.trainer.update.role_update import RoleUpdate
 from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 

@@ -1,0 +1,221 @@
+"""The objectives that the last pipeline stage evaluates for one micro-batch.
+
+An objective selects the sequences of its micro-batch from the mini-batch's targets, whose weights
+contain the normaliser. The losses and statistics of any division into micro-batches and ranks
+therefore add up to the mini-batch's: sum them and divide by nothing.
+
+Shapes: ``T`` tokens of complete sequences, concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from mppo.algos.kl import kl_estimate
+from mppo.algos.policy_loss import (
+    Loss,
+    cispo,
+    clip_cov,
+    clipped_surrogate,
+    gmpo,
+    gspo,
+    importance_ratio,
+    kl_cov,
+    plain_surrogate,
+    policy_gradient,
+    sapo,
+)
+from mppo.algos.value_loss import value_loss
+from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.models.heads.outputs import Outputs, PolicyOutputs, ValueOutputs
+from mppo.parallel import device
+from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, select_targets, to_device
+
+_POLICY_STATISTICS = (
+    "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/pg_clipfrac_lower",
+    "actor/ppo_kl", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
+    "loss/policy_avg", "val/ratio",
+)  # fmt: skip
+_VALUE_STATISTICS = (
+    "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "loss/value_avg",
+    "val/clipfrac_avg",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _MiniBatchObjective(Generic[Targets]):
+    """An objective over the micro-batches of one mini-batch.
+
+    Args:
+        targets: of the mini-batch's sequences whose loss this rank computes.
+        sequences: these sequences, as indices of the batch, in the targets' order.
+    """
+
+    targets: Targets
+    sequences: tuple[int, ...]
+
+    @cached_property
+    def _on_device(self) -> Targets:
+        """The targets, moved to the device for the first micro-batch."""
+        return to_device(self.targets, device.device())
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {index: position for position, index in enumerate(self.sequences)}
+
+    def _select(self, indices: Sequence[int]) -> Targets:
+        """Targets of a micro-batch, whose sequences are given as indices of the batch."""
+        return select_targets(self._on_device, [self._position[index] for index in indices])
+
+
+def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
+    """A micro-batch's part of the mini-batch's token mean: a detached scalar."""
+    return (targets.metric_weight_T * x_T).sum().detach()
+
+
+@dataclass(frozen=True)
+class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
+    """The actor's loss on a micro-batch of a mini-batch.
+
+    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``
+
+    Args:
+        actor: loss mode and coefficients.
+    """
+
+    actor: ActorConfig
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        names = _POLICY_STATISTICS
+        return (*names, "actor/kl_loss") if self.actor.use_kl_loss else names
+
+    def __call__(
+        self, outputs: Outputs, indices: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss and statistics of one micro-batch.
+
+        Args:
+            outputs: the policy's current outputs, float ``[T]``; any values outside the mask.
+            indices: the micro-batch's sequences, as indices of the batch.
+
+        Returns:
+            Scalar loss, part of the graph even if the mask is empty; and detached scalar sums by
+            metric name. Over a mini-batch's micro-batches and data-parallel ranks both add up to
+            the mini-batch's loss and metrics.
+        """
+        assert isinstance(outputs, PolicyOutputs)
+        actor, targets = self.actor, self._select(indices)
+        inside_T = targets.mask_T > 0
+        logprobs_T = torch.where(inside_T, outputs.logprobs_T.float(), 0.0)
+        entropy_T = torch.where(inside_T, outputs.entropy_T.float(), 0.0)
+        ratio_T, log_ratio_T = importance_ratio(logprobs_T, targets.old_logprobs_T)
+        pg_T, clipped_T, dual_clipped_T = policy_loss(
+            logprobs_T, ratio_T, log_ratio_T, targets, actor
+        )
+        pg_loss = (targets.weight_T * targets.importance_T * pg_T).sum()
+        entropy = (targets.weight_T * entropy_T).sum()
+        loss = pg_loss
+        if actor.entropy_coeff:
+            loss = loss - actor.entropy_coeff * entropy
+
+        mean = partial(_metric_mean, targets)
+        stats = {
+            "actor/pg_loss": pg_loss.detach(),
+            "actor/entropy": entropy.detach(),
+            "actor/pg_clipfrac": mean(clipped_T),
+            "actor/pg_clipfrac_lower": mean(dual_clipped_T),
+            "actor/ppo_kl": mean(-log_ratio_T),
+            "policy/approxkl_avg": mean(0.5 * log_ratio_T.square()),
+            "policy/clipfrac_avg": mean(clipped_T),
+            "policy/entropy_avg": mean(entropy_T),
+            "loss/policy_avg": pg_loss.detach(),
+            "val/ratio": mean(ratio_T),
+        }
+        if actor.use_kl_loss:
+            full_kl_T = outputs.full_kl_T
+            if full_kl_T is not None:
+                full_kl_T = torch.where(inside_T, full_kl_T.float(), 0.0)
+            kl_T = kl_estimate(logprobs_T, targets.ref_logprobs_T, actor.kl_loss_type, full_kl_T)
+            kl_loss = (targets.weight_T * kl_T).sum()
+            loss = loss + actor.kl_loss_coef * kl_loss
+            stats["actor/kl_loss"] = kl_loss.detach()
+        return loss, stats
+
+
+def policy_loss(
+    logprobs_T: Tensor,
+    ratio_T: Tensor,
+    log_ratio_T: Tensor,
+    targets: PolicyTargets,
+    actor: ActorConfig,
+) -> Loss:
+    """Compute the token losses of ``actor.policy_loss.loss_mode``."""
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    advantages_T, loss = targets.advantages_T, actor.policy_loss
+    match loss.loss_mode:
+        case "vanilla":
+            return clipped_surrogate(ratio_T, advantages_T, low, high, actor.clip_ratio_c)
+        case "gspo" | "gmpo":
+            formula = gspo if loss.loss_mode == "gspo" else gmpo
+            old_T, mask_T, cu_seqlens = targets.old_logprobs_T, targets.mask_T, targets.cu_seqlens
+            return formula(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens, low, high)
+        case "cispo":
+            return cispo(logprobs_T, ratio_T, advantages_T, low, high)
+        case "sapo":
+            return sapo(ratio_T, advantages_T, loss.tau_pos, loss.tau_neg)
+        case "clip_cov":
+            return clip_cov(ratio_T, advantages_T, targets.selected_T, low, high)
+        case "kl_cov":
+            coef = loss.ppo_kl_coef
+            return kl_cov(ratio_T, log_ratio_T, advantages_T, targets.selected_T, coef)
+        case "gpg":
+            return policy_gradient(logprobs_T, advantages_T)
+        case "plain":
+            return plain_surrogate(ratio_T, advantages_T)
+
+
+@dataclass(frozen=True)
+class ValueObjective(_MiniBatchObjective[ValueTargets]):
+    """The critic's loss on a micro-batch of a mini-batch: ``value_loss_coef sum_t w_t vf_t``.
+
+    Args:
+        critic: clip range and coefficient.
+    """
+
+    critic: CriticConfig
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        return _VALUE_STATISTICS
+
+    def __call__(
+        self, outputs: Outputs, indices: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :class:`PolicyObjective`; the metrics are of the loss without its coefficient."""
+        assert isinstance(outputs, ValueOutputs)
+        critic, targets = self.critic, self._select(indices)
+        values_T = torch.where(targets.mask_T > 0, outputs.values_T.float(), 0.0)
+        vf_T, clipped_T = value_loss(
+            values_T, targets.old_values_T, targets.returns_T, critic.cliprange_value
+        )
+        vf_loss = (targets.weight_T * vf_T).sum()
+
+        mean = partial(_metric_mean, targets)
+        stats = {
+            "critic/vf_loss": vf_loss.detach(),
+            "critic/vf_clipfrac": mean(clipped_T),
+            "critic/vpred_mean": mean(values_T),
+            "loss/value_avg": vf_loss.detach(),
+            "val/clipfrac_avg": mean(clipped_T),
+        }
+        return critic.value_loss_coef * vf_loss, stats
