@@ -72,6 +72,8 @@ def main() -> None:
         if verdict != "own schedule":
             refused.append({"update": number, "verdict": verdict, "what": repr(update)})
             print(refused[-1], flush=True)
+        if (number + 1) % 1000 == 0:
+            print(number + 1, dict(counts), flush=True)
     result = {
         "updates": arguments.updates,
         "own_schedule": counts["own schedule"],

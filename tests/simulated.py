@@ -224,7 +224,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
     table = case.table or plan_fit(case.recipe, plans, case.gpu).table
     staying = residency(case.recipe, dict.fromkeys(use.parts, NOTHING))
     return {
-        "communicators": (result.groups, use.communicators),
+        "communicators": (result.communicators, use.communicators),
         "resident": result.resident.total() - sum(result.resident[x] for x in LASTING_BUFFERS),
         "buffers": (sum(result.resident[x] for x in LASTING_BUFFERS), use.buffers),
         "held": dict(result.resident),

@@ -42,6 +42,22 @@ def route(kind: MessageKind, stage: int, stages: int) -> Route:
     return Route(groups[wraps], (stage + (1 if to_next else -1)) % stages)
 
 
+def routes(stage: int, stages: int, chunks: int) -> set[Route]:
+    """The ways of all messages of a stage. Each has a communicator of its own.
+
+    Args:
+        stage: index of the stage.
+        stages: number of pipeline stages.
+        chunks: number of model chunks of the role on a stage.
+    """
+    kinds: set[MessageKind] = set()
+    if stage > 0 or chunks > 1:
+        kinds |= {"receive_input", "send_gradient"}
+    if stage < stages - 1 or chunks > 1:
+        kinds |= {"send_output", "receive_gradient"}
+    return {route(kind, stage, stages) for kind in kinds}
+
+
 def kept_sends(stage: int, stages: int, chunks: int) -> tuple[int, int]:
     """How many of its last outputs and gradients a stage keeps while their sends are under way.
 

@@ -12,6 +12,7 @@ from mppo.config.gpu_types import GIB, MIB
 from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.pipeline.routes import routes
 from mppo.planning.memory import BYTES
 from mppo.weights.shape import ModelShape
 
@@ -34,9 +35,9 @@ not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this m
 def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_lists: bool) -> int:
     """Number of NCCL communicators that a rank uses.
 
-    One for all groups with the same ranks
-    (``mppo.parallel.shared_groups``), and for messages between pipeline stages one, or one in each
-    direction.
+    One for all groups with the same ranks (``mppo.parallel.shared_groups``), and one for a
+    pipeline's broadcasts and Megatron's batches of messages. The lists' messages have one for each
+    pair of neighbours and direction (``mppo.pipeline.routes``).
 
     Args:
         roles: each role's layout, whether it has experts on this rank, and whether it is trained.
@@ -53,7 +54,9 @@ def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_list
         for same in axes:
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
-            found |= {("forward", layout.pp), *({("back", layout.pp)} if by_lists else ())}
+            found.add(("pipeline", layout.pp))
+            if by_lists:
+                found |= {(*way, layout.pp) for way in routes(here.pp, layout.pp, layout.vpp)}
     return sum(len(ranks) > 1 for ranks in found)
 
 

@@ -35,7 +35,7 @@ def simulated_moments(result: RankResult, recipe: Recipe, engine: Engine | None)
         recipe: the recipe.
         engine: the engine on the same GPU.
     """
-    outside = outside_bytes(result.groups)
+    outside = outside_bytes(result.communicators)
     waiting = PhaseResult(GENERATION, result.resident.total(), result.resident)
     phases = [replace(phase, peak=result.lasting_peak(phase)) for phase in result.phases]
     return [_moment(phase, recipe, outside, engine) for phase in (*phases, waiting)]

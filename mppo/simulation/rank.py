@@ -94,7 +94,7 @@ class RankResult:
         phases: the phases in order.
         resident: bytes by purpose that are allocated during generation.
         complete: most bytes of every purpose between the passes of any phase.
-        groups: number of process groups of more than one rank that it uses (NCCL communicators).
+        communicators: number of NCCL's communicators that it uses.
         attention: number of calls by attention kernel.
         unknown: number of reads of an unknown floating-point number, by source line.
         seconds: duration of the simulation.
@@ -108,7 +108,7 @@ class RankResult:
     phases: list[PhaseResult]
     resident: Counter[str]
     complete: Counter[str]
-    groups: int
+    communicators: int
     attention: Counter[str]
     unknown: Counter[str]
     seconds: float
@@ -350,7 +350,7 @@ class _Simulation:
             phases=phases,
             resident=self.resident,
             complete=self.complete,
-            groups=len(counters.groups),
+            communicators=len(counters.communicators),
             attention=Counter(attention_kernels.calls),
             unknown=Counter(counters.unknown),
             seconds=seconds,

@@ -64,6 +64,11 @@ class Communicators:
     def irecv(self, tensor, peer, group) -> Work:
         return self._issue("a message of", dist.irecv, tensor, peer, group)
 
+    @property
+    def pairs(self) -> set[tuple[str, int]]:
+        """Name of the group and the other rank of every communicator so far."""
+        return set(self._queues)
+
     def synchronize(self) -> None:
         """Wait for all messages."""
         for work in self._issued:
@@ -94,7 +99,7 @@ def _carry_out(issued: queue.SimpleQueue) -> None:
 
 
 @contextmanager
-def ordered_messages(device_waits: bool) -> Iterator[None]:
+def ordered_messages(device_waits: bool) -> Iterator[Communicators]:
     """Let the lists of this process exchange messages with NCCL's rules in this context."""
     from mppo.parallel import device
     from mppo.pipeline import links
@@ -103,7 +108,7 @@ def ordered_messages(device_waits: bool) -> Iterator[None]:
     synchronize, links.dist = device.synchronize, communicators  # pyright: ignore
     device.synchronize = communicators.synchronize
     try:
-        yield
+        yield communicators
         communicators.close()
     finally:
         links.dist, device.synchronize = dist, synchronize

@@ -177,9 +177,29 @@ def updated(case: Update, folder: Path, registry) -> dict:
     emulation = nullcontext()
     if case.messages is not None:
         emulation = ordered_messages(device_waits=case.messages == "after waits")
-    with emulation:
+    with emulation as communicators:
         found = _updates(case, case.kind, folder, registry)
-    return {"expected": expected, "found": found, "shared": shared_message_groups(registry)}
+    counts = None
+    if communicators is not None:
+        counts = used_and_counted(communicators, registry.of(found["layout"]))
+    shared = shared_message_groups(registry)
+    return {"expected": expected, "found": found, "shared": shared, "communicators": counts}
+
+
+def used_and_counted(communicators, groups) -> tuple[list[set], list[set]]:
+    """Communicators of messages that each rank used, and those that the memory plan counts."""
+    from mppo.pipeline.routes import routes
+
+    layout, here = groups.layout, groups.coordinates.pp
+    stride = layout.world // layout.pp
+    counted = {
+        (getattr(groups, way.group).group_name, groups.rank + (way.peer - here) * stride)
+        for way in routes(here, layout.pp, layout.vpp)
+    }
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (communicators.pairs, counted))
+    used, counts = zip(*everywhere, strict=True)
+    return list(used), list(counts)
 
 
 KINDS_OF_MESSAGES = {"pp", "pp_back", "pp_wrap", "pp_wrap_back"}
@@ -214,7 +234,12 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
         metrics.append(update.metrics() | {"skipped": roles.skipped_steps})
     streamed = streams_forward(roles.recipe)
     assert streamed == (kind != "sequential" and roles.actor.layout.pp > 1)
-    return {"metrics": metrics, "state": _state(roles), "in_a_row": roles.skipped_in_a_row}
+    return {
+        "metrics": metrics,
+        "state": _state(roles),
+        "in_a_row": roles.skipped_in_a_row,
+        "layout": roles.actor.layout,
+    }
 
 
 def _begin(case: Update, kind: str, folder: Path, registry):
@@ -276,8 +301,11 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_gradients_metrics_and_weights(name, outcomes):
-    expected, found, shared = outcomes[name].values()
+    expected, found, shared, communicators = outcomes[name].values()
     assert not shared, "NCCL pairs the messages of a group by their order alone"
+    if communicators is not None:
+        used, counted = communicators
+        assert used == counted, "the memory plan counts other communicators"
     for there, here in zip(expected["metrics"], found["metrics"], strict=True):
         there, here = (
             {k: v for k, v in m.items() if not k.startswith("perf/")} for m in (there, here)

@@ -9,7 +9,6 @@ all checks pass, 1 if one fails, 2 without 8 GPUs or SGLang.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -20,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from gpu_inputs import PROMPT_LENGTH, QUESTIONS
-from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN, describe_machine
-from gpu_report import FAILED, Check, Mismatch, report_text, run_checks, selected
+from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN
+from gpu_report import Check, Mismatch, parser, report_checks
 from small_checks import Place, schedules, small_checks
 
 GPUS = 8
@@ -263,34 +262,16 @@ def missing() -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks; see the module's text."""
-    parser = argparse.ArgumentParser(
-        prog="tests/gpu/run_all.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder for results")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain NAME")
-    arguments = parser.parse_args(argv)
+    arguments = parser("tests/gpu/run_all.sh", __doc__ or "").parse_args(argv)
     why = missing()
     if why is not None:
         print(f"mppo: {why}", file=sys.stderr)
         return 2
     from mppo.parallel.addresses import free_port
 
-    folder: Path = arguments.out.absolute()
-    (folder / "numbers").mkdir(parents=True, exist_ok=True)
-    stages = selected(all_stages(folder, free_port(), os.urandom(16).hex()), arguments.only)
-    if not stages:
-        print(f"mppo: --only {' '.join(arguments.only)}: no check has such a name", file=sys.stderr)
-        return 2
-    machine, report = describe_machine(), folder / "report.md"
-    results = run_checks(
-        stages, folder, lambda found: report.write_text(report_text(machine, found))
-    )
-    for result in results:
-        print(f"{result.state:8} {result.check.name:20} {result.found}")
-    print(f"report: {report}")
-    return 1 if any(result.state == FAILED for result in results) else 0
+    folder = arguments.out.absolute()
+    checks = all_stages(folder, free_port(), os.urandom(16).hex())
+    return report_checks(checks, folder, arguments.only)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,15 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 def describe_machine() -> dict[str, str]:
     """GPUs, driver and versions."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    gpus: list[str] = []
-    if shutil.which(query[0]):
-        gpus = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
-    commit = subprocess.run(
-        ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"), capture_output=True, text=True
-    ).stdout.strip()
+
+    def output(*command: str) -> str:
+        if shutil.which(command[0]) is None:
+            return ""
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    query = "--query-gpu=name,memory.total,driver_version"
+    gpus = output("nvidia-smi", query, "--format=csv,noheader").splitlines()
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
 
     def version(package: str) -> str:
         try:
@@ -39,5 +41,6 @@ def describe_machine() -> dict[str, str]:
         "host": platform.node(),
         "commit": commit or "unknown",
         "GPUs": f"{len(gpus)} x {gpus[0]}" if gpus else "none",
+        "Python": platform.python_version(),
         "packages": ", ".join(map(version, PACKAGES)),
     }

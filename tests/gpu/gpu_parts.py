@@ -163,23 +163,22 @@ def ipc(folder: Path) -> str:
 def model(folder: Path) -> str:
     """The model and the questions of the measured step."""
     from gpu_inputs import write_model, write_questions
-    from small_checks import SIZE
+    from small_checks import CHANGED, MODEL
 
-    name, *changed = SIZE
-    fields = {key: int(value) for key, _, value in (item.partition("=") for item in changed)}
     (folder / "inputs").mkdir(exist_ok=True)
     write_questions(folder / "inputs", 64)
-    return f"wrote {write_model(name, folder / 'inputs', fields).name}"
+    changed = CHANGED[device.device().type]
+    return f"wrote {write_model(MODEL, folder / 'inputs', changed).name}"
 
 
 def measured(folder: Path) -> str:
     """Two steps of one rank, the second under the profiler."""
-    from small_checks import measured_keys, measured_recipe, steps_of
+    from small_checks import MEASURED, measured_keys, steps_of
 
     from mppo.train import main
 
     keys = [*measured_keys(folder), "trainer.profile={steps: [2], ranks: [0]}"]
-    code = main(["--config", measured_recipe(), *keys])
+    code = main(["--config", str(MEASURED), *keys])
     assert code == 0, f"training ended with {code}"
     run = folder / "run_measured"
     steps = steps_of(run)

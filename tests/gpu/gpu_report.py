@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from gpu_machine import describe_machine
 
 LINES_SHOWN = 25
 """Lines of a failed check's output in the report."""
@@ -66,6 +70,49 @@ class Result:
     seconds: float = 0.0
     found: str = ""
     tail: str = ""
+
+
+def parser(prog: str, text: str) -> argparse.ArgumentParser:
+    """The arguments of a script of checks.
+
+    Args:
+        prog: its name.
+        text: what it does.
+    """
+    made = argparse.ArgumentParser(
+        prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder for results")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain NAME")
+    return made
+
+
+def report_checks(stages: list[list[Check]], folder: Path, only: Sequence[str] | None) -> int:
+    """Run the chosen checks, write the report, print a line for each.
+
+    Args:
+        stages: all checks; those of a stage run at the same time.
+        folder: where the report and the checks' results are written.
+        only: parts of the names of the chosen checks; None: all.
+
+    Returns:
+        The exit code: 0 if all checks pass, 1 if one fails, 2 if none is chosen.
+    """
+    chosen = selected(stages, only)
+    if not chosen:
+        print(f"mppo: --only {' '.join(only or ())}: no check has such a name", file=sys.stderr)
+        return 2
+    (folder / "numbers").mkdir(parents=True, exist_ok=True)
+    machine, report = describe_machine(), folder / "report.md"
+
+    def write(results: Sequence[Result]) -> None:
+        report.write_text(report_text(machine, results))
+
+    results = run_checks(chosen, folder, write)
+    for result in results:
+        print(f"{result.state:8} {result.check.name:20} {result.seconds:5.0f} s  {result.found}")
+    print(f"report: {report}")
+    return 1 if any(result.state == FAILED for result in results) else 0
 
 
 def run_checks(
@@ -126,7 +173,7 @@ class _Running:
             try:
                 found = self.check.judge(self._folder) if self.check.judge else ""
                 return Result(self.check, PASSED, seconds, found)
-            except (Mismatch, OSError, KeyError, ValueError) as error:
+            except Exception as error:  # whatever is wrong with the results of one check
                 kind = "" if isinstance(error, Mismatch) else f"{type(error).__name__}: "
                 why = f"{kind}{error}"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LINES_SHOWN:])

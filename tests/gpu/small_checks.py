@@ -50,8 +50,22 @@ OFFLOAD = tuple(
     )
     for part in parts
 )
-SIZE = ("Qwen2.5-0.5B-Instruct", "num_hidden_layers=8")
-"""The model whose memory and operations are measured and simulated: a config, and its changes."""
+MEASURED = HERE / "measured.yaml"
+"""The recipe of the step that is measured and simulated."""
+MODEL = "Qwen2.5-0.5B-Instruct"
+"""The config of its model."""
+CHANGED = {
+    "cuda": {"num_hidden_layers": 8},
+    "cpu": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    },
+}
+"""By device, what is changed in it."""
 
 
 @dataclass(frozen=True)
@@ -165,41 +179,20 @@ def small_checks(place: Place) -> list[list[Check]]:
 
 
 def measured_keys(folder: Path) -> list[str]:
-    """Recipe keys of the step that is measured and simulated."""
+    """Recipe keys of the step that is measured and simulated, besides those in its recipe."""
     from gpu_inputs import QUESTIONS
 
     return [
-        f"model.path={folder / 'inputs' / SIZE[0]}",
+        f"model.path={folder / 'inputs' / MODEL}",
         f"data.train_files=[{folder / 'inputs' / QUESTIONS}]",
-        "data.val_files=[]",
-        "data.train_batch_size=16",
-        "data.max_prompt_length=256",
-        "data.max_response_length=64",
-        "actor.ppo_mini_batch_size=8",
-        "actor.ppo_max_token_len_per_gpu=2048",
-        "rollout.name=local",
-        "rollout.tensor_model_parallel_size=1",
-        "rollout.server_args={}",
-        "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={folder / 'run_measured'}",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.export_hf=false",
-        "trainer.gpu=1000",
     ]
-
-
-def measured_recipe() -> str:
-    """The recipe of that step."""
-    return str(ROOT / "recipes" / "qwen2.5_0.5b_gsm8k.yaml")
 
 
 def simulated(place: Place) -> Check:
     """The measured step, simulated."""
     command = (
-        sys.executable, "-m", "mppo.simulate", measured_recipe(), "--world-size", "1",
+        sys.executable, "-m", "mppo.simulate", str(MEASURED), "--world-size", "1",
         *measured_keys(place.folder),
     )  # fmt: skip
     paths = {"PYTHONPATH": place.environment()["PYTHONPATH"]}

@@ -1,11 +1,19 @@
-"""On one GPU: the log-probabilities of a role equal Hugging Face's."""
+"""On one GPU: the log-probabilities of a role equal Hugging Face's.
+
+With ``MPPO_DEVICE=cpu`` (``one_gpu.sh --device cpu``) on the CPU.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("MPPO_DEVICE") != "cpu",
+    reason="needs a CUDA device",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,8 +55,9 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
             [0.0] * 3,
         )
         logprobs_T = role.forward(batch, role.plan(batch, training=False)).logprobs_T
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).cuda()
-        tokens = torch.tensor(ids, device="cuda")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+        model = model.to(device.device())
+        tokens = torch.tensor(ids, device=device.device())
         with torch.no_grad():
             logp = model(tokens).logits.float().log_softmax(-1)
         want = logp[:, 4:-1].gather(2, tokens[:, 5:, None]).flatten().cpu()

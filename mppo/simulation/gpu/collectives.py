@@ -54,7 +54,9 @@ def run_collective(
     size = group.size() if group is not None else 1
     described = group.group_desc if group is not None else ""
     if group is not None and size > 1:
-        counters.groups.add(group.group_name)
+        is_message = operation in _MESSAGES and not recorder.batch
+        peer = args[2] if is_message else None
+        counters.communicators.add((group.group_name, peer))
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
     _check_sizes(operation, args, size)

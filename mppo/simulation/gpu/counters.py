@@ -48,7 +48,8 @@ class Counters:
         waits: number of waits of the host for the GPU, by phase and place.
         calls: number of collectives, by phase and kind.
         bytes: bytes of the tensors passed to collectives, inputs and outputs, by phase and kind.
-        groups: names of the process groups of more than one rank that were used.
+        communicators: those of NCCL that were used, by the name of the process group, and for
+            messages that are no batch by the other rank's number in it.
         micro_batches: number of micro-batches cut for the roles, by phase.
         unknown: number of reads of floating-point numbers that only a GPU has, by source
             line.
@@ -60,7 +61,7 @@ class Counters:
         self.waits: Counter[tuple[str, Wait]] = Counter()
         self.calls: Counter[tuple[str, Collective]] = Counter()
         self.bytes: Counter[tuple[str, Collective]] = Counter()
-        self.groups: set[str] = set()
+        self.communicators: set[tuple[str, int | None]] = set()
         self.micro_batches: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
         self.on_wait: Callable[[], None] = lambda: None
