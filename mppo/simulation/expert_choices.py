@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from torch import Tensor
@@ -61,6 +62,7 @@ class ExpertChoices:
         """Replace the functions that choose, cut micro-batches and exchange numbers of tokens."""
         plain_choose, plain_cut = router.Router._choose, role.Role.cut
         plain_gather = token_dispatcher.gather_from_sequence_parallel_region
+        plain_drop = megatron_router.apply_router_token_dropping
 
         def choose(chooser: Any, scores: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
             return self._choose(plain_choose, chooser, scores, *args)
@@ -76,7 +78,13 @@ class ExpertChoices:
                 self._set_counts(counts, found, kwargs["group"])
             return found
 
+        def drop(probs: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            found, kept = plain_drop(probs, chosen, *args, **kwargs)
+            _set_kept(chosen, kept, kwargs["router_topk"], kwargs["capacity_factor"])
+            return found, kept
+
         for holder, name, replacement in (
+            (megatron_router, "apply_router_token_dropping", drop),
             (router.Router, "_choose", choose),
             (role.Role, "cut", cut),
             (token_dispatcher, "gather_from_sequence_parallel_region", gather),
@@ -137,6 +145,15 @@ class ExpertChoices:
         assert own is not None, "choices are known"
         assert torch.equal(own, by_rank[group.rank()]), (own, by_rank[group.rank()])
         attach_values(gathered, torch.cat(by_rank))
+
+
+def _set_kept(chosen: Tensor, kept: Tensor, topk: int, factor: float) -> None:
+    """Set the choices within every expert's capacity: the first ones (bool ``[tokens, E]``)."""
+    tokens, experts = chosen.shape
+    choices = known(chosen)
+    if choices is not None:
+        capacity = get_capacity(tokens * topk, experts, factor)
+        attach_values(kept, choices & (choices.cumsum(0) <= capacity))
 
 
 def tokens_of_a_router(lengths: list[int], layout: Layout, multiple: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,16 +16,30 @@ class LastLayer(TransformerLayer):
     """Megatron's layer with the MLP restricted to the tokens whose outputs the head uses.
 
     Attention runs over all tokens. If the packing lists the N tokens (``logits_to_keep``), the
-    output is ``[N, 1, hidden]``.
+    output is ``[N, 1, hidden]``. Megatron's fused activations fail without a token, and every
+    parameter needs a gradient before data-parallel ranks reduce it. Without a token to keep (an
+    empty micro-batch, or a context-parallel rank with none of the responses) the MLP therefore
+    computes one that nothing uses.
     """
+
+    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """Run the layer, see above."""
+        output, context = cast("tuple[Tensor, Tensor | None]", super().forward(*args, **kwargs))
+        keep = _kept(kwargs)
+        return output if keep is None or len(keep) else output[:0], context
 
     def _forward_attention(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         hidden, context = super()._forward_attention(*args, **kwargs)
-        params = kwargs["packed_seq_params"]
-        packing = getattr(params, "packing", params)
-        if packing.logits_to_keep is not None:
-            hidden = hidden.index_select(0, packing.logits_to_keep)
+        keep = _kept(kwargs)
+        if keep is not None:
+            hidden = hidden.index_select(0, keep if len(keep) else keep.new_zeros(1))
         return hidden, context
+
+
+def _kept(arguments: dict[str, Any]) -> Tensor | None:
+    """``Packing.logits_to_keep`` among the arguments of a layer."""
+    params = arguments["packed_seq_params"]
+    return getattr(params, "packing", params).logits_to_keep
 
 
 def with_early_select(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:

@@ -24,6 +24,9 @@ from mppo.simulation.records import RecordKind
 
 _MESSAGES: dict[str, RecordKind] = {"send": "send", "recv_": "receive"}
 _UNCHANGED = {"broadcast_", "send", "barrier"}
+_OF_PARTS = {"allgather_": 0, "reduce_scatter_": 1}
+"""Operations between one tensor and a list with a part for every rank, which may differ in size,
+and which of the first two arguments the list is."""
 
 
 def run_collective(
@@ -59,7 +62,7 @@ def run_collective(
         counters.communicators.add((group.group_name, peer))
     kind = Collective(operation.strip("_"), described or f"{size} ranks", size)
     counters.collective(kind, sum(x.numel() * x.element_size() for x in tensors))
-    _check_sizes(operation, args, size)
+    _check_sizes(operation, args, group)
     record_communication(recorder, func, args, kwargs)
     # the fake process group ignores its tensors: pass empty ones on the CPU
     empty = {id(x): torch.empty(0, dtype=x.dtype) for x in tensors}
@@ -79,8 +82,9 @@ def record_communication(recorder: RankRecorder, func: Any, args: tuple, kwargs:
     given = dict(zip(names, args)) | kwargs
     lists = [[x for x in tree_flatten(a)[0] if isinstance(x, Tensor)] for a in args[:2]]
     tensors = [x for found in lists for x in found]
+    agreed = tensors if operation not in _OF_PARTS else lists[_OF_PARTS[operation]]
     forms: list[tuple[Any, ...]] = [
-        (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors
+        (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in agreed
     ]
     group, peer, splits = _group(args), -1, ()
     if operation in ("send", "recv_"):
@@ -120,14 +124,24 @@ def _is_sizes(x: Any) -> bool:
     return isinstance(x, list | tuple) and bool(x) and all(isinstance(y, int) for y in x)
 
 
-def _check_sizes(operation: str, args: tuple, size: int) -> None:
+def _check_sizes(operation: str, args: tuple, group: dist.ProcessGroup | None) -> None:
     """Raise if tensors do not fit the group's size: NCCL would hang or fail."""
+    size = group.size() if group is not None else 1
     found = [[x for x in tree_flatten(a)[0] if isinstance(x, FakeTensor)] for a in args[:2]]
     for large, small in _gathered_pairs(operation, found):
         if large.numel() != small.numel() * size:
             raise RuntimeError(
                 f"{operation}: {tuple(small.shape)} on each of {size} ranks is not "
                 f"{tuple(large.shape)}, {source_line()}"
+            )
+    if operation in _OF_PARTS and group is not None:
+        parts, (whole, *_) = found if _OF_PARTS[operation] == 0 else found[::-1]
+        mine = parts[group.rank()]
+        if len(parts) != group.size() or mine.numel() != whole.numel():
+            shapes = [tuple(x.shape) for x in parts]
+            raise RuntimeError(
+                f"{operation}: {tuple(whole.shape)} is not part {group.rank()} of {shapes} for "
+                f"{group.size()} ranks, {source_line()}"
             )
     if operation != "alltoall_base_":
         return
