@@ -1,6 +1,7 @@
 """Random layouts of small models, whose ranks are simulated together.
 
-    python benchmarks/simulate_layouts.py [--seeds SEED ...] [--at-once N] [--out FILE]
+    python benchmarks/simulate_layouts.py [--seeds SEED ...] [--minutes M] [--at-once N]
+        [--out FILE]
 
 Every seed draws a valid recipe: model, world size, PP, VPP, TP, CP, EP and ETP of actor and critic,
 micro-batches, mini-batches, offload, schedule, recorded timelines, router replay, where SGLang
@@ -14,6 +15,7 @@ import random
 import resource
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -54,6 +56,7 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }),
 }  # fmt: skip
+KINDS = ("error", "mismatches", "races", "hangs")
 MOVED = "{parameters: true, gradients: true, optimizer: true}"
 
 
@@ -174,24 +177,28 @@ def simulated(seed: int, at_once: int) -> dict[str, Any]:
 
 def failed(row: dict[str, Any]) -> bool:
     """Whether something is found in a layout."""
-    return any(row.get(kind) for kind in ("error", "mismatches", "races", "hangs"))
+    return any(row.get(kind) for kind in KINDS)
 
 
 def main() -> int:
     parser = record.parser(__doc__ or "")
     parser.add_argument("--seeds", type=int, nargs="*", default=range(200), help="default 0 to 199")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after this")
     parser.add_argument("--at-once", type=int, default=2, help="ranks simulated at once")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     import_simulated_code()
-    rows = []
+    rows, end = [], time.monotonic() + 60 * arguments.minutes
     for seed in arguments.seeds:
+        if time.monotonic() > end:
+            break
         row = simulated(seed, arguments.at_once)
         rows.append(row)
         text = " | ".join(f"{name} {layout}" for name, layout in row["layouts"].items())
         what = "fails" if failed(row) else "passes"
-        seconds = row.get("processor_s", 0)
-        print(f"{seed} {what}, {seconds} s: {row['model']}, {text}", file=sys.stderr, flush=True)
+        print(f"{seed} {what}: {row['model']}, {text}", file=sys.stderr, flush=True)
+        for one in (row.get(kind) for kind in KINDS if row.get(kind)):
+            print(one, file=sys.stderr, flush=True)
     bad = [row for row in rows if failed(row)]
     sizes = Counter(text for row in rows for text in set(row["layouts"].values()))
     measured = {

@@ -28,6 +28,7 @@ NOT_RUN: dict[str, str] = {
     "compares it with what mppo-migrate prints, and loads such recipes",
     r"python -m sglang\.launch_server": "SGLang's own program; test_sglang_classifier.py starts it",
     r"^\$ mppo-simulate recipes/(moonlight|deepseek_v3)": "test_simulation_recipes.py does",
+    r"^\$ mppo-simulate .* --all\n": "takes minutes; test_benchmarks.py simulates ranks together",
     r"^srun --container-image": "an option of pyxis; test_slurm_scripts.py shows these lines",
     r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
     r"AutoModelForSequenceClassification as M": "reads the weights of a published model",
