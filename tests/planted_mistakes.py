@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake.
+
+    Args:
+        program: name of the program into which it is planted.
+        ranks: the ranks that make it.
+        make: makes it in a rank's process.
+    """
+
+    program: str
+    ranks: tuple[int, ...]
+    make: Callable[[], None]
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def planted(program: str, *ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a function to ``MISTAKES``."""
+
+    def add(make: Callable[[], None]) -> Callable[[], None]:
+        MISTAKES[make.__name__] = Mistake(program, ranks, make)
+        return make
+
+    return add
 
 
 def without(owner: Any, method: str, target: Any, name: str) -> None:
@@ -24,59 +55,191 @@ def without(owner: Any, method: str, target: Any, name: str) -> None:
     setattr(owner, method, call)
 
 
-def offload_without_record_stream(rank: int) -> None:
+@planted("one role", 0)
+def offload_without_record_stream() -> None:
     from mppo.parallel.moved_storages import CopyLane
 
     without(CopyLane, "copy", torch.Tensor, "record_stream")
 
 
-def parts_used_before_they_arrive(rank: int) -> None:
+@planted("one role", 0)
+def activations_stored_without_record_stream() -> None:
+    from mppo.parallel.host_copies import HostCopier
+
+    without(HostCopier, "store", torch.Tensor, "record_stream")
+
+
+@planted("one role", 0)
+def activations_used_before_they_are_back() -> None:
+    from mppo.parallel.host_copies import Fetched
+
+    Fetched.wait = lambda self: self.tensor
+
+
+@planted("one role", 0)
+def parts_used_before_they_arrive() -> None:
     from mppo.parallel.moved_storages import MovedStorages
 
     MovedStorages.wait = lambda self: None
 
 
-def bucket_handed_over_before_it_is_copied(rank: int) -> None:
+@planted("one role", 0)
+def parts_copied_before_they_are_written() -> None:
+    from mppo.parallel.moved_storages import CopyLane
+    from mppo.simulation.gpu.streams import CudaStream
+
+    without(CopyLane, "copy", CudaStream, "wait_stream")
+
+
+@planted("one role", 0)
+def bucket_handed_over_before_it_is_copied() -> None:
     from mppo.rollout.transport.buckets import SharedBuffer
 
     SharedBuffer._synchronize = lambda self: None
 
 
-def norm_before_the_reduction(rank: int) -> None:
+@planted("one role", 0)
+def bucket_copied_before_its_broadcast_ends() -> None:
+    plain = dist.broadcast
+    dist.broadcast = lambda *args, **kwargs: plain(*args, **kwargs, async_op=True)
+
+
+@planted("two roles", 0)
+def norm_before_the_reduction() -> None:
     from mppo.models import streamed_role
 
     streamed_role.finalize_gradients = lambda *args: None
 
 
-def message_used_before_it_arrives(rank: int) -> None:
+@planted("one role", 0)
+def norm_read_before_its_sum() -> None:
+    from mppo.models.optimizer import PendingNorm
+
+    plain = PendingNorm.wait
+
+    def wait(self: Any) -> float:
+        self.works.clear()
+        return plain(self)
+
+    PendingNorm.wait = wait
+
+
+def _forget_gathers(self: Any) -> None:
+    for chunk in self._chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.param_gather_handle = None
+
+
+@planted("one role", 0)
+def weights_used_before_they_are_gathered() -> None:
+    from mppo.models.optimizer import RoleOptimizer
+
+    RoleOptimizer.wait_for_weights = _forget_gathers
+
+
+@planted("one role", 0)
+def weights_sent_before_they_are_gathered() -> None:
+    from mppo.models.optimizer import RoleOptimizer
+    from mppo.models.role import Role
+
+    await_weights, plain = RoleOptimizer.wait_for_weights, Role.forward_backward
+    RoleOptimizer.wait_for_weights = lambda self: None
+
+    def forward_backward(self: Any, mini_batch: Any) -> Any:
+        await_weights(self.optimizer)
+        return plain(self, mini_batch)
+
+    Role.forward_backward = forward_backward
+
+
+@planted("two roles", 0)
+def gradients_reduced_before_the_last_pass() -> None:
+    from mppo.models.streamed_role import StreamedRole
+
+    plain, reduce = StreamedRole.backward, StreamedRole.reduce
+
+    def backward(self: Any, mini_batch: int, micro_batch: int, *rest: Any) -> Any:
+        if micro_batch == len(self._start_once(mini_batch).microbatches) - 1:
+            for chunk in self._chunks:
+                chunk.start_grad_sync()
+        return plain(self, mini_batch, micro_batch, *rest)
+
+    StreamedRole.backward = backward
+    StreamedRole.reduce = lambda self, mini_batch: None
+
+
+@planted("two roles", 0)
+def message_used_before_it_arrives() -> None:
     from mppo.pipeline.links import Arriving
 
     Arriving.wait = lambda self: self.tensor
 
 
-def gradient_sent_twice(rank: int) -> None:
+@planted("two roles", 2)
+def message_buffer_reused_before_it_is_sent() -> None:
+    from mppo.pipeline.links import Links
+
+    plain, buffers = Links.send_gradient, []
+
+    def send_gradient(self: Any, message: Any) -> None:
+        if not buffers or buffers[-1].numel() < message.numel():
+            buffers.append(message.new_empty(2 * message.numel()))
+        plain(self, buffers[-1][: message.numel()].view_as(message).copy_(message))
+
+    Links.send_gradient = send_gradient
+
+
+@planted("interleaved", 0, 1)
+def outputs_freed_while_they_are_sent() -> None:
+    from mppo.models import configuration
+    from mppo.trainer.update import phase
+
+    phase.schedule_kind = lambda recipe: "sequential"  # in which Megatron frees them
+    plain = configuration.fields_set
+    configuration.fields_set = lambda *args, **kwargs: {
+        **plain(*args, **kwargs), "deallocate_pipeline_outputs": True,
+    }  # fmt: skip
+
+
+@planted("two roles", 2)
+def gradient_sent_twice() -> None:
     from mppo.pipeline.links import Links
 
     plain = Links.send_gradient
     Links.send_gradient = lambda self, message: (plain(self, message), plain(self, message))[0]
 
 
-def _statistics(change: Callable[..., Any]) -> None:
-    plain = dist.all_reduce
+@planted("two roles", 2)
+def gradient_sent_in_another_group() -> None:
+    from mppo.pipeline import links
 
-    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        is_statistics = tensor.dtype is torch.float64 and kwargs.get("async_op")
-        return change(plain, tensor, **kwargs) if is_statistics else plain(tensor, *args, **kwargs)
+    plain = links.route
 
-    dist.all_reduce = all_reduce
+    def route(kind: Any, stage: int, stages: int) -> Any:
+        found = plain(kind, stage, stages)
+        return found._replace(group="pp") if kind == "send_gradient" else found
 
-
-def maximum_instead_of_sum(rank: int) -> None:
-    if rank == 1:
-        _statistics(lambda plain, x, **kwargs: plain(x, dist.ReduceOp.MAX, **kwargs))
+    links.route = route
 
 
-def sends_awaited_at_once(rank: int) -> None:
+@planted("two roles", 2)
+def gradient_sent_in_float32() -> None:
+    from mppo.pipeline.links import Links
+
+    plain = Links.send_gradient
+    Links.send_gradient = lambda self, message: plain(self, message.float())
+
+
+@planted("two roles", 0)
+def gradient_received_into_another_micro_batch() -> None:
+    from mppo.models.streamed_role import StreamedRole
+
+    plain = StreamedRole.receive_buffer
+    StreamedRole.receive_buffer = lambda self, i, j: plain(self, i, max(j - 1, 0))
+
+
+@planted("two roles", 0, 2)
+def sends_awaited_at_once() -> None:
     from mppo.pipeline.links import Links
 
     plain = Links.__init__
@@ -88,10 +251,238 @@ def sends_awaited_at_once(rank: int) -> None:
     Links.__init__ = init
 
 
-RACES = (
-    offload_without_record_stream, parts_used_before_they_arrive,
-    bucket_handed_over_before_it_is_copied, norm_before_the_reduction,
-    message_used_before_it_arrives,
-)  # fmt: skip
-BETWEEN_STAGES = (gradient_sent_twice, sends_awaited_at_once)
-BETWEEN_REPLICAS = (maximum_instead_of_sum,)
+@planted("two roles", 0, 2)
+def device_awaited_with_a_posted_receive() -> None:
+    from mppo.pipeline.links import Links
+
+    plain = Links._start
+
+    def start(self: Any, *args: Any) -> Any:
+        work = plain(self, *args)
+        torch.cuda.synchronize()
+        return work
+
+    Links._start = start
+
+
+@planted("two roles", 0, 2)
+def receives_posted_a_pass_early() -> None:
+    from mppo.pipeline import schedule
+
+    plain = schedule._with_messages
+
+    def with_messages(*args: Any) -> Any:
+        actions = plain(*args)
+        for at, action in enumerate(actions):
+            if action.kind.startswith("receive"):
+                before = at
+                while before and actions[before - 1].kind not in ("forward", "backward", "step"):
+                    before -= 1
+                if before and actions[before - 1].kind != "step":
+                    actions.insert(before - 1, actions.pop(at))
+        return actions
+
+    schedule._with_messages = with_messages
+
+
+@planted("interleaved", 0, 1)
+def objects_gathered_in_a_pass() -> None:
+    from mppo.models.streamed_role import StreamedRole
+    from mppo.parallel.collectives import all_gather_objects
+
+    for name in ("forward", "backward"):
+
+        def call(self: Any, *args: Any, plain: Any = getattr(StreamedRole, name)) -> Any:
+            all_gather_objects(len(args))
+            return plain(self, *args)
+
+        setattr(StreamedRole, name, call)
+
+
+@planted("interleaved", 0, 1)
+def directions_share_a_group() -> None:
+    from mppo.parallel import groups
+
+    groups.PIPELINE_WRAP = groups.PIPELINE_WRAP_BACK = groups.PIPELINE_BACK
+
+
+@planted("two roles", 1)
+def maximum_instead_of_sum() -> None:
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype is torch.float64 and kwargs.get("async_op"):
+            args = (dist.ReduceOp.MAX,)
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+
+
+@planted("two roles", 1)
+def roles_in_another_order() -> None:
+    from mppo.trainer.update.phase import UpdatePhase
+
+    plain = UpdatePhase.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self.updates.reverse()
+
+    UpdatePhase.__init__ = init
+
+
+@planted("two roles", 1)
+def update_ended_by_one_rank() -> None:
+    from mppo.supervision.stop_request import StepInterrupted
+    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.streamed import StreamedUpdate
+
+    plain = StreamedUpdate.take_step
+
+    def take_step(self: Any, *args: Any) -> bool:
+        return plain(self, *args) and self._taken < 2
+
+    StreamedUpdate.take_step = take_step
+    run = UpdatePhase.run
+
+    def run_to_the_end(self: Any) -> None:
+        with suppress(StepInterrupted):
+            run(self)
+
+    UpdatePhase.run = run_to_the_end
+
+
+@planted("one role", 0)
+def barrier_of_the_first_rank() -> None:
+    from mppo.trainer.update.phase import UpdatePhase
+
+    plain = UpdatePhase.metrics
+
+    def metrics(self: Any) -> Any:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        return plain(self)
+
+    UpdatePhase.metrics = metrics
+
+
+@planted("one role", 1)
+def norm_summed_over_replicas() -> None:
+    from megatron.core import parallel_state
+    from mppo.models.optimizer import RoleOptimizer
+
+    plain = RoleOptimizer.start_norm
+
+    def start_norm(self: Any) -> Any:
+        for part in self._chained():
+            part.get_grad_stats_parallel_group = parallel_state.get_data_parallel_group
+        return plain(self)
+
+    RoleOptimizer.start_norm = start_norm
+
+
+@planted("one role", 2)
+def bucket_broadcast_from_another_stage() -> None:
+    plain = dist.broadcast
+    dist.broadcast = lambda content, source, group: plain(content, 2 - source, group=group)
+
+
+@planted("one role", 2)
+def fewer_micro_batches_on_a_stage() -> None:
+    from mppo.models.role import Role
+
+    plain = Role.cut
+
+    def cut(self: Any, batch: Any, plan: Any) -> Any:
+        joined = [[sum(part, [])] if len(part) == 2 else part for part in plan]
+        return plain(self, batch, joined)
+
+    Role.cut = cut
+
+
+@planted("mixture", 1)
+def rows_to_and_from_experts_exchanged() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    plain = token_dispatcher.all_to_all
+    token_dispatcher.all_to_all = lambda group, x, to=None, by=None: plain(group, x, by, to)
+
+
+@planted("mixture", 1)
+def experts_reduced_over_all_replicas() -> None:
+    from megatron.core import parallel_state
+
+    def group(*args: Any, **kwargs: Any) -> Any:
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    parallel_state.get_expert_data_parallel_group = group
+
+
+@planted("mixture", 0, 1)
+def ring_without_a_batch() -> None:
+    from mppo.models.attention import ring
+
+    def one_by_one(operations: Any) -> Any:
+        return [x.op(x.tensor, x.peer, x.group) for x in operations]
+
+    ring.dist = SimpleNamespace(**vars(dist) | {"batch_isend_irecv": one_by_one})
+
+
+@planted("one role", 2)
+def numbers_read_before_they_are_copied() -> None:
+    torch.Tensor.cpu = lambda self: self.to("cpu", non_blocking=True)
+
+
+@planted("one role", 0)
+def pinned_tokens_overwritten_while_they_are_copied() -> None:
+    from mppo.models import role
+
+    plain, pinned = role.cut, []
+
+    def cut(*args: Any) -> Any:
+        found = plain(*args)
+        moved = [x.cpu() for x in (found.tokens_t, found.target_N)]
+        if not pinned:
+            pinned.append(torch.zeros(4096, dtype=moved[0].dtype, pin_memory=True))
+        tokens_t, target_N = (
+            pinned[0][: len(x)].copy_(x).to("cuda", non_blocking=True) for x in moved
+        )
+        return replace(found, tokens_t=tokens_t, target_N=target_N)
+
+    role.cut = cut
+
+
+@planted("one role", 0)
+def weights_leave_before_they_are_sent() -> None:
+    from mppo.planning.residency import GENERATION
+    from mppo.trainer.residency import RolePlacement
+
+    @contextmanager
+    def sending_weights(self: Any) -> Any:
+        self.enter(GENERATION)
+        yield
+
+    RolePlacement.sending_weights = sending_weights
+
+
+@planted("one role", 0)
+def gradients_leave_before_the_step() -> None:
+    from mppo.models.optimizer import RoleOptimizer
+
+    plain = RoleOptimizer.apply
+
+    def apply(self: Any, norm: float) -> None:
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        plain(self, norm)
+        self.gradients.arrive()
+
+    RoleOptimizer.apply = apply
+
+
+@planted("one role", 0)
+def tokens_left_on_the_host() -> None:
+    from mppo.models import role
+
+    plain = role.cut
+    role.cut = lambda *args: replace(plain(*args), tokens_t=plain(*args).tokens_t.cpu())

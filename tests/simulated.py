@@ -127,9 +127,13 @@ def stage_case(case: RankCase, last: bool) -> RankCase:
 
 def small_case(*overrides: str) -> RankCase:
     """A shipped recipe on a model of a few million parameters and seven layers."""
-    case = loaded(*SMALL, *overrides)
+    return sized(loaded(*SMALL, *overrides))
+
+
+def sized(case: RankCase, **more: int) -> RankCase:
+    """The case with models of ``SMALL_SIZES`` and of other sizes."""
     for config in case.hf_configs.values():
-        for name, value in SMALL_SIZES.items():
+        for name, value in (SMALL_SIZES | more).items():
             setattr(config, name, value)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,54 +20,142 @@ from mppo.simulation.records import RankRecord, Recorded
 from mppo.simulation.together.matching import match
 
 ROOT = Path(__file__).parents[2]
-RACES = {
-    "offload_without_record_stream": ("reuses the memory", "moved_storages.py"),
-    "bucket_handed_over_before_it_is_copied": ("a server's loader", "transport/buckets.py"),
-    "norm_before_the_reduction": ("models/optimizer.py", "param_and_grad_buffer.py"),
-    "parts_used_before_they_arrive": ("the compute stream reads", "moved_storages.py"),
-    "message_used_before_it_arrives": ("the compute stream reads", "pipeline/links.py"),
-}
-"""Planted mistakes, and the two places that the race names."""
-OTHERS = {
-    "gradient_sent_twice": ("mismatches", "rank 2: send of", "rank 0: recv of"),
-    "maximum_instead_of_sum": ("mismatches", "('SUM',)", "('MAX',)"),
-    "sends_awaited_at_once": ("hangs", "sends that wait for their receive", "pipeline/links.py"),
-}
-"""Planted mistakes, the kind of the finding, and words in it."""
+COMPUTE = "the compute stream"
+NCCL = "NCCL's stream"
+FOUND = {
+    # between streams: what the second access does, and the place of the first
+    "offload_without_record_stream":
+        ("races", "reuses the memory", "stream 1", "moved_storages.py"),
+    "activations_stored_without_record_stream":
+        ("races", "reuses the memory", "stream 2", "host_copies.py"),
+    "activations_used_before_they_are_back":
+        ("races", f"{COMPUTE} reads", "stream 2", "writes at mppo/parallel/host_copies.py"),
+    "parts_used_before_they_arrive":
+        ("races", f"{COMPUTE} reads", "stream 1", "writes at mppo/parallel/moved_storages.py"),
+    "parts_copied_before_they_are_written":
+        ("races", "moved_storages.py", COMPUTE, "writes at mppo/models/adam.py"),
+    "bucket_handed_over_before_it_is_copied":
+        ("races", "a server's loader", COMPUTE, "writes at mppo/rollout/transport/buckets.py"),
+    "bucket_copied_before_its_broadcast_ends":
+        ("races", "reads at mppo/rollout/transport/buckets.py", NCCL, "PIPELINE_MODEL_PARALLEL"),
+    "norm_before_the_reduction":
+        ("races", "mppo/models/optimizer.py", NCCL, "param_and_grad_buffer.py"),
+    "norm_read_before_its_sum":
+        ("races", "reads at mppo/models/optimizer.py", NCCL, "writes at mppo/models/optimizer.py"),
+    "weights_used_before_they_are_gathered":
+        ("races", "updating actor", "reads at megatron/core/tensor_parallel", NCCL,
+         "writes at megatron/core/distributed/param_and_grad_buffer.py"),
+    "weights_sent_before_they_are_gathered":
+        ("races", "reads at mppo/weights/copies.py", NCCL,
+         "writes at megatron/core/distributed/param_and_grad_buffer.py"),
+    "gradients_reduced_before_the_last_pass":
+        ("races", "writes at megatron/core/distributed/distributed_data_parallel.py", NCCL,
+         "reads at megatron/core/distributed/param_and_grad_buffer.py"),
+    "message_used_before_it_arrives":
+        ("races", f"{COMPUTE} reads", NCCL, "writes at mppo/pipeline/links.py"),
+    "message_buffer_reused_before_it_is_sent":
+        ("races", f"{COMPUTE} writes", NCCL, "reads at mppo/pipeline/links.py"),
+    "outputs_freed_while_they_are_sent":
+        ("races", "reuses the memory", NCCL, "reads at megatron/core/pipeline_parallel"),
+    "numbers_read_before_they_are_copied":
+        ("races", "updating actor", "the host reads at mppo/models/role.py", COMPUTE, "writes at"),
+    "pinned_tokens_overwritten_while_they_are_copied":
+        ("races", "the host writes", COMPUTE, "reads at tests/planted_mistakes.py"),
+    "weights_leave_before_they_are_sent":
+        ("races", "reads at mppo/weights/copies.py", "freed at mppo/parallel/moved_storages.py"),
+    "gradients_leave_before_the_step":
+        ("races", "stepping actor", "mppo/models/adam.py", "freed at", "param_and_grad_buffer.py"),
+    # between ranks
+    "gradient_sent_twice":
+        ("mismatches", "PIPELINE_BACK", "rank 2: send of ((1,)", "rank 0: recv of ((128, "),
+    "gradient_sent_in_another_group":
+        ("mismatches", "PIPELINE_BACK", "rank 2: nothing more", "rank 0: recv of"),
+    "gradient_sent_in_float32":
+        ("mismatches", "PIPELINE_BACK", "256), 'float32')", "256), 'bfloat16')"),
+    "gradient_received_into_another_micro_batch":
+        ("error", "invalid gradient", "[128, 1, 256]", "[116, 1, 256]"),
+    "fewer_micro_batches_on_a_stage":
+        ("mismatches", "from rank 0 to 2", "send of ((128, ", "recv of ((244, "),
+    "maximum_instead_of_sum":
+        ("mismatches", "('SUM',) at mppo/models/role.py", "('MAX',)"),
+    "roles_in_another_order":
+        ("mismatches", "rank 0: allreduce of ((7,)", "rank 1: allreduce of ((12,)"),
+    "update_ended_by_one_rank":
+        ("mismatches", "rank 0: reduce_scatter", "param_and_grad_buffer.py", "1: nothing more"),
+    "barrier_of_the_first_rank":
+        ("mismatches", "rank 0: barrier", "rank 1: nothing more"),
+    "norm_summed_over_replicas":
+        ("mismatches", "OPTIMIZER_INSTANCE", "at mppo/models/optimizer.py", "1: nothing more"),
+    "bucket_broadcast_from_another_stage":
+        ("mismatches", "('from', 0) at mppo/weights/stream.py", "('from', 1)"),
+    "experts_reduced_over_all_replicas":
+        ("mismatches", "DATA_PARALLEL_GROUP_WITH_CP", "rank 1: reduce_scatter",
+         "param_and_grad_buffer.py"),
+    "rows_to_and_from_experts_exchanged":
+        ("error", "all-to-all of 2 ranks: splits", "tensor_parallel/mappings.py"),
+    "objects_gathered_in_a_pass":
+        ("mismatches", "rank 0: allreduce", "mppo/models/role.py", "rank 1: all_gather_object"),
+    "tokens_left_on_the_host":
+        ("error", "on the same device", "cuda:0 and cpu"),
+    # waits for ever
+    "sends_awaited_at_once":
+        ("hangs", "1 hardware queue:", "receive in", "send in", "mppo/pipeline/links.py"),
+    "device_awaited_with_a_posted_receive":
+        ("hangs", "1 hardware queue:", "receive in", "host_wait (tests/planted_mistakes.py"),
+    "receives_posted_a_pass_early":
+        ("hangs", "buffered sends", "for the device after every kernel:", "receive in",
+         "mppo/pipeline/links.py"),
+    "directions_share_a_group":
+        ("hangs", "32 hardware queues:", "receive in", "send in", "mppo/pipeline/links.py"),
+    "ring_without_a_batch":
+        ("hangs", "1 hardware queue:", "rank 1: receive in", "rank 0: send in"),
+}  # fmt: skip
+"""By planted mistake: the kind of the finding, and words of it in their order."""
+PROGRAMS = ("two roles", "one role", "interleaved", "mixture")
 
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, dict[str, Any]]:
-    """What is found among four ranks, without a mistake and with each."""
+    """What is found among the ranks of small programs, without a mistake and with each."""
     environment = {k: v for k, v in os.environ.items() if k != "MPPO_DEVICE"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     program = str(ROOT / "tests" / "planted.py")
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", program, "none", *RACES, *OTHERS],
+        [sys.executable, "-W", "ignore", program, *PROGRAMS, *FOUND],
         capture_output=True, text=True, env=environment, cwd=ROOT,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return {row.pop("name"): row for row in map(json.loads, found.stdout.splitlines())}
 
 
+<<<<<<< HEAD
 @pytest.mark.timeout(600)
 def test_ranks_without_a_mistake_match_and_are_ordered(planted):
     found = planted["none"]
     assert (found["mismatches"], found["races"], found["hangs"]) == ([], [], [])
+=======
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_without_a_mistake_match_and_are_ordered(name, planted):
+    found = planted[name]
+    assert (found["mismatches"], found["races"]) == ([], [])
+    # the first "norm" exchanges the statistics' names, for which the host waits
+<<<<<<< HEAD
+    assert all("for the device after every kernel" in hang for hang in found["hangs"])
+>>>>>>> 1c160b5 (Tests: 34 planted mistakes between ranks and streams, in four small programs)
+=======
+    known = re.compile("wait for their receive, .* for the device after every kernel")
+    assert all(map(known.search, found["hangs"]))
+>>>>>>> 6dd8f34 (wip)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RACES)
-def test_a_race_names_both_places(name, planted):
-    races = planted[name]["races"]
-    assert any(all(place in race for place in RACES[name]) for race in races), races
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_mistake_between_ranks_is_found(name, planted):
-    kind, *words = OTHERS[name]
-    assert any(all(word in one for word in words) for one in planted[name][kind])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FOUND)
+def test_a_planted_mistake_is_found_at_its_place(name, planted):
+    kind, *words = FOUND[name]
+    pattern = re.compile(".*".join(map(re.escape, words)), re.DOTALL)
+    findings = planted[name].get(kind, [])
+    assert any(map(pattern.search, [findings] if kind == "error" else findings)), planted[name]
 
 
 def _sum(line: str, shape: tuple[int, ...] = (4,), reduction: str = "SUM") -> Recorded:

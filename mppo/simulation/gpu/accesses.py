@@ -3,7 +3,8 @@
 Two accesses to the same bytes race if no stream, event or wait of the host orders them, and one of
 them writes. Freeing counts as a write by the next allocation on the stream that allocated the
 storage: torch's allocator reuses memory there at once, unless ``record_stream`` or a wait makes it
-wait for the other streams.
+wait for the other streams. An access to a storage whose memory was freed, by a resize to nothing,
+is reported as a race with the line that freed it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from mppo.simulation.gpu.clocks import HOST, Actor
 from mppo.simulation.gpu.ledger import Allocation
 
+_FREES = "frees the memory"
 _MOST_PENDING = 256
 """Freed storages that another stream may still use and that are watched, at most."""
 
@@ -26,7 +28,7 @@ class Access:
     """One access to a storage.
 
     Args:
-        does: "reads", "writes" or "reuses the memory".
+        does: "reads", "writes", "reuses the memory" or "frees the memory".
         line: source line.
         actor: the stream or communicator.
     """
@@ -54,6 +56,11 @@ class Race:
     def describe(self) -> str:
         """One sentence with both source lines."""
         one, two = self.first, self.second
+        if one.does == _FREES:
+            return (
+                f"{self.phase}: {two.actor} {two.does} at {two.line} memory that was freed at "
+                f"{one.line} ({self.nbytes:,} bytes)"
+            )
         return (
             f"{self.phase}: {two.actor} {two.does} at {two.line}, and nothing makes it wait for "
             f"{one.actor}, which {one.does} at {one.line} ({self.nbytes:,} bytes)"
@@ -83,12 +90,14 @@ class _Storage:
     Args:
         nbytes: its size.
         home: the stream on which it was allocated; None for host memory.
+        line: source line that allocated it, or freed it by a resize to nothing.
         by_actor: the accesses, by name of the actor.
         recorded: names of the streams that ``record_stream`` named.
     """
 
     nbytes: int
     home: Actor | None
+    line: str = ""
     by_actor: dict[str, _ByActor] = field(default_factory=dict)
     recorded: set[str] = field(default_factory=set)
 
@@ -116,7 +125,7 @@ class Accesses:
 
     def begin(self, allocation: Allocation, home: Actor, phase: str, line: str) -> None:
         """Note a new storage, which may reuse memory that was freed on its stream."""
-        self._by_address[allocation.address] = _Storage(allocation.size, home)
+        self._by_address[allocation.address] = _Storage(allocation.size, home, line)
         freed = self._freed.get(home.name)
         if not freed:
             return
@@ -159,6 +168,10 @@ class Accesses:
         if storage is None:
             storage = self._by_address[allocation.address] = _Storage(allocation.size, None)
         span = _bytes_of(tensor)
+        if storage.home is not None and not storage.nbytes and span[1]:
+            freed = Access(_FREES, storage.line, HOST)
+            second = Access("writes" if writes else "reads", line, actor.name)
+            self._race(Race(phase, freed, second, span[1] - span[0]))
         for name, other in storage.by_actor.items():
             before = actor.clock.get(name, 0)
             if name != actor.name and before < other.last:

@@ -159,6 +159,7 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRe
 
     def tolist(self: Tensor) -> Any:
         if not isinstance(self, FakeTensor):
+            recorder.host_touches([self], [])
             return plain_tolist(self)
         counters.wait("tolist")
         value = known(self)

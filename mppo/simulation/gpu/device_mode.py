@@ -112,7 +112,13 @@ class SimulatedGpu(TorchDispatchMode):
         if func.namespace == "c10d":
             record_communication(self.recorder, func, args, kwargs)
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            out = func(*args, **{**kwargs, "pin_memory": False})
+            self.recorder.pin(out)
+            return out
+        if not func.is_view:
+            changed = list(written(func, args, kwargs)) if func._schema.is_mutable else []
+            kept = {id(x) for x in changed}
+            self.recorder.host_touches((x for x in args if id(x) not in kept), changed)
         if func is torch.ops.c10d.alltoall_base_.default:
             # what other ranks send is not simulated, and the fake process group refuses such sizes
             args[0].zero_()
@@ -238,10 +244,17 @@ class SimulatedGpu(TorchDispatchMode):
 
     def _to_copy(self, x: Tensor, **kwargs: Any) -> Any:
         where = kwargs.get("device")
+        waits = not kwargs.get("non_blocking")
         if where is None or torch.device(where).type != "cpu" or not isinstance(x, FakeTensor):
             args = (x,)
-            return self._run(aten._to_copy.default, args, kwargs, fake_arguments(args, {}))
-        return self._to_host(x, kwargs.get("dtype") or x.dtype)
+            out = self._run(aten._to_copy.default, args, kwargs, fake_arguments(args, {}))
+            self._reads_host(x, waits)
+            return out
+        out = self._to_host(x, kwargs.get("dtype") or x.dtype, waits)
+        if not waits:  # torch then copies to pinned memory
+            self.recorder.pin(out)
+            self.recorder.touch([], [out])
+        return out
 
     def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if to.is_meta or source.is_meta:  # host memory of parts that have left the GPU
@@ -253,9 +266,20 @@ class SimulatedGpu(TorchDispatchMode):
             return to
         if isinstance(to, FakeTensor):
             args = (to, source, non_blocking)
-            return self._run(aten.copy_.default, args, {}, fake_arguments(args, {}))
+            out = self._run(aten.copy_.default, args, {}, fake_arguments(args, {}))
+            self._reads_host(source, not non_blocking)
+            return out
         assert isinstance(source, FakeTensor)
-        return to.copy_(self._to_host(source, to.dtype, waits=not non_blocking))
+        value = self._to_host(source, to.dtype, waits=not non_blocking)
+        self.recorder.touch([], [to])
+        return to.copy_(value)
+
+    def _reads_host(self, source: Tensor, waits: bool) -> None:
+        """Note that the copy that was started last reads a tensor in pinned host memory."""
+        if not isinstance(source, FakeTensor) and self.recorder.is_pinned(source):
+            self.recorder.touch([source], [])
+            if waits:
+                self.recorder.host_waits()
 
     def _to_host(self, x: FakeTensor, dtype: torch.dtype, waits: bool = True) -> Tensor:
         self.recorder.launch()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -104,6 +103,26 @@ class RankRecorder:
         """Note that another process, which the host has told to, reads a tensor of the GPU."""
         self._host.tick()
         self.touch([tensor], [], self._host, line)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Follow the accesses to a tensor in pinned host memory, which copies use beside the host."""
+        if self.on:
+            self._host_memory -= 1
+            storage: Any = tensor.untyped_storage()
+            storage.pinned = Allocation(storage.nbytes(), "", "", self._host_memory, 0)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor in host memory is followed."""
+        return bool(self._host_memory) and hasattr(tensor.untyped_storage(), "pinned")
+
+    def host_touches(self, read: Iterable[Any], written: Iterable[Any]) -> None:
+        """Note which tensors in host memory the host itself reads and writes."""
+        if self._host_memory:
+            before, after = ([x for x in tensors if isinstance(x, Tensor) and self.is_pinned(x)]
+                             for tensors in (read, written))  # fmt: skip
+            if before or after:
+                self._host.tick()
+                self.touch(before, after, self._host)
 
     def mark(self, stream: StreamClock) -> Mark:
         """The moment at which a stream has done all that it holds now: an event."""
@@ -238,11 +257,8 @@ class RankRecorder:
         """The storage of a tensor on the GPU or in pinned memory; None: of another tensor."""
         if isinstance(x, FakeTensor):
             return self._ledger.note(x) if x.fake_device.type != "cpu" else None
-        if not isinstance(x, torch.Tensor) or not x.is_meta:
+        if not isinstance(x, Tensor):
             return None
-        storage: Any = x.untyped_storage()
-        found = getattr(storage, "pinned", None)
-        if found is None:
-            self._host_memory -= 1
-            found = storage.pinned = Allocation(storage.nbytes(), "", "", self._host_memory, 0)
-        return found
+        if x.is_meta and not self.is_pinned(x):
+            self.pin(x)
+        return getattr(x.untyped_storage(), "pinned", None)

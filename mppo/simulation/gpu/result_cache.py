@@ -104,8 +104,11 @@ class ResultCache:
             return self.empty(form.shape, form.stride, form.dtype, form.device)
         meta = torch.empty(0, dtype=form.dtype, device="meta")
         viewed = tensors[form.view_of]
-        begin = viewed.storage_offset() + form.offset
-        meta.set_(viewed.untyped_storage(), begin, form.shape, form.stride)
+        begin, storage = viewed.storage_offset() + form.offset, viewed.untyped_storage()
+        nbytes = storage.nbytes()
+        meta.set_(storage, begin, form.shape, form.stride)
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)  # a view of freed memory does not bring it back
         return self._wrapped(meta, form.device)
 
     def _forms(
