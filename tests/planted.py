@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import planted_races  # noqa: F401  adds to MISTAKES
 from planted_mistakes import MISTAKES
 from simulated import loaded, sized, small_case
 
@@ -88,7 +89,8 @@ def _mixture() -> RankCase:
                   "megatron.context_parallel_size=2", "megatron.expert_model_parallel_size=2",
                   "megatron.cp_comm_type=p2p", "use_dynamic_bsz=false",
                   "ppo_max_token_len_per_gpu=null"),
-        "actor.router_replay=off", "trainer.nnodes=1", "trainer.n_gpus_per_node=4", "data.train_batch_size=4",
+        "actor.router_replay=off", "trainer.nnodes=1", "trainer.n_gpus_per_node=4",
+        "data.train_batch_size=4",
     ), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32)  # fmt: skip
 
 

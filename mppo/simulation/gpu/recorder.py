@@ -105,7 +105,7 @@ class RankRecorder:
         self.touch([tensor], [], self._host, line)
 
     def pin(self, tensor: Tensor) -> None:
-        """Follow the accesses to a tensor in pinned host memory, which copies use beside the host."""
+        """Follow the accesses to a tensor in pinned host memory."""
         if self.on:
             self._host_memory -= 1
             storage: Any = tensor.untyped_storage()
