@@ -43,7 +43,8 @@ MOVED = of_roles(
 STAGES = of_roles(
     "megatron.tensor_model_parallel_size=1", "megatron.pipeline_model_parallel_size=2"
 )
-ONE_ROLE = ("algorithm.adv_estimator=grpo", "rollout.n=2", "actor.ppo_mini_batch_size=2")
+ONE_ROLE = ("algorithm.adv_estimator=grpo", "rollout.n=2", "data.train_batch_size=2",
+            "actor.ppo_mini_batch_size=2")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,8 @@ def _two_roles() -> RankCase:
 
 def _one_role() -> RankCase:
     return small_case(
-        *SHORT, *SMALL_BATCHES, *STAGES, *MOVED, *ONE_ROLE,
-        "trainer.n_gpus_per_node=4", "data.train_batch_size=4",
-    )  # fmt: skip
+        *SHORT, *SMALL_BATCHES, *STAGES, *MOVED, *ONE_ROLE, "trainer.n_gpus_per_node=4"
+    )
 
 
 def _interleaved() -> RankCase:
@@ -90,7 +90,7 @@ def _mixture() -> RankCase:
                   "megatron.cp_comm_type=p2p", "use_dynamic_bsz=false",
                   "ppo_max_token_len_per_gpu=null"),
         "actor.router_replay=off", "trainer.nnodes=1", "trainer.n_gpus_per_node=4",
-        "data.train_batch_size=4",
+        "actor.ppo_micro_batch_size_per_gpu=2",
     ), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32)  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def _forget_gathers(self: Any) -> None:
             group.param_gather_handle = None
 
 
-@planted("one role", 0)
+@planted("two roles", 0)
 def weights_used_before_they_are_gathered() -> None:
     from mppo.models.optimizer import RoleOptimizer
 

@@ -43,7 +43,7 @@ FOUND = {
     "norm_read_before_its_sum":
         ("races", "reads at mppo/models/optimizer.py", NCCL, "writes at mppo/models/optimizer.py"),
     "weights_used_before_they_are_gathered":
-        ("races", "updating actor", "reads at megatron/core/tensor_parallel", NCCL,
+        ("races", ", updating ", "reads at megatron/core/tensor_parallel", NCCL,
          "writes at megatron/core/distributed/param_and_grad_buffer.py"),
     "weights_sent_before_they_are_gathered":
         ("races", "reads at mppo/weights/copies.py", NCCL,
