@@ -80,20 +80,23 @@ def draw_model(seed: int, folder: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def rewards(run: Path, seed: int, settings: list[str]) -> list[float]:
+def rewards(run: Path, seed: int, steps: int, settings: list[str]) -> list[float]:
     """The mean sampled reward of every step of a run, trained unless it has finished."""
-    metrics = run / "metrics.jsonl"
-    if not (run / FINISHED).exists():
+    finished = run / FINISHED
+    if not finished.exists():
         shutil.rmtree(run, ignore_errors=True)
         code = train([
-            "--quiet", *RECIPE, *settings, f"trainer.default_local_dir={run}",
-            f"trainer.seed={seed}", f"data.seed={seed}",
+            "--quiet", *RECIPE, *settings, f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={run}", f"trainer.seed={seed}", f"data.seed={seed}",
         ])  # fmt: skip
         if code:
             raise SystemExit(code)
-        (run / FINISHED).touch()
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curve = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
+    if len(curve) < steps:
+        raise SystemExit(f"{run}: stopped after step {len(curve)} of {steps}; start again")
+    finished.touch()
+    return curve
 
 
 def train_seed(
@@ -106,15 +109,12 @@ def train_seed(
     warm_start = [
         f"model.path={place / 'model'}",
         f"trainer.warm_start_steps={arguments.warm_start}",
-        "trainer.total_training_steps=1",
     ]
-    rewards(place / "warm", seed, [*settings, *warm_start])
-    ppo = [
-        f"model.path={place / 'warm' / 'warm_start'}",
-        f"trainer.total_training_steps={arguments.steps}",
-    ]
+    rewards(place / "warm", seed, 1, [*settings, *warm_start])
+    settings.append(f"model.path={place / 'warm' / 'warm_start'}")
     for head in arguments.heads:
-        curve = rewards(place / head, seed, [*settings, *ppo, f"critic.value_head_init={head}"])
+        init = f"critic.value_head_init={head}"
+        curve = rewards(place / head, seed, arguments.steps, [*settings, init])
         print(f"seed {seed}, {task}, {head}: {final(curve):.3f}", flush=True)
         yield curve
 
