@@ -257,4 +257,7 @@ def _pack_rotary(stage: Stage) -> None:
 def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     """Compute the output of a model chunk, which may be wrapped in DDP."""
     stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
-    return stage.forward_packed(microbatch.tokens_t, microbatch.packing)
+    output = stage.forward_packed(microbatch.tokens_t, microbatch.packing)
+    # Megatron's block would hold the received input, and later its gradient, until the next pass
+    stage.decoder.set_input_tensor(cast("Tensor", None))
+    return output

@@ -19,6 +19,11 @@ from mppo.weights.shape import ModelShape
 CUDA_CONTEXT = int(0.6 * GIB)
 """Bytes of a process's CUDA context: driver, kernel code, cuBLAS workspaces. Published measurements
 lie between 0.4 and 0.8 GiB."""
+ALL_KERNELS = 666_632_192 - 287_047_680
+"""Bytes that the context of a trainer's rank has besides, because it loads all kernels at the start
+(``mppo.parallel.environment``): measured for torch 1.13 with and without lazy loading, see
+https://github.com/pytorch/pytorch/pull/86509."""
+TRAINER_CONTEXT = CUDA_CONTEXT + ALL_KERNELS
 NCCL_COMMUNICATOR = 128 * MIB
 """Bytes of the buffers of one NCCL communicator with default settings on NVLink."""
 
@@ -55,6 +60,8 @@ def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_list
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
             found.add(("pipeline", layout.pp))
+            if layout.vpp > 1 and not by_lists:  # Megatron's interleaved messages
+                found |= {("previous", layout.pp), ("next", layout.pp)}
             if by_lists:
                 found |= {(*way, layout.pp) for way in routes(here.pp, layout.pp, layout.vpp)}
     return sum(len(ranks) > 1 for ranks in found)
@@ -82,7 +89,7 @@ _EXPERT_GRADIENT_AXES: Axes = (
 
 def outside_bytes(count: int) -> dict[str, int]:
     """Bytes of a rank outside torch's allocator by purpose, with ``count`` communicators."""
-    return {"CUDA context": CUDA_CONTEXT, "NCCL": count * NCCL_COMMUNICATOR}
+    return {"CUDA context": TRAINER_CONTEXT, "NCCL": count * NCCL_COMMUNICATOR}
 
 
 @dataclass(frozen=True)

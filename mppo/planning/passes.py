@@ -8,6 +8,8 @@ from functools import cached_property
 
 from mppo.config.rules.rule import RoleCase
 from mppo.parallel.layout import Layout
+from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.routes import kept_sends
 from mppo.planning.activations import Layer, ModelKind
 from mppo.planning.transformer_engine import kept_tensors
 from mppo.weights.blocks import padded_vocab_size
@@ -45,6 +47,7 @@ class StagePasses:
         layers: decoder layers of the stage.
         lengths: tokens of micro-batches.
         micro_batches: micro-batches of a mini-batch.
+        mini_batches: mini-batches of an update.
         itemsize: bytes of an element of the weights and activations.
         by_lists: updates run by the lists of a schedule, not by Megatron's schedules.
         streams_forward: forward-only passes do.
@@ -57,6 +60,7 @@ class StagePasses:
     layers: Sequence[int]
     lengths: Lengths
     micro_batches: int
+    mini_batches: int
     itemsize: int
     by_lists: bool
     streams_forward: bool
@@ -114,49 +118,60 @@ class StagePasses:
         return {self.layout: int(widest.gathered)} if keeps else {}
 
     @property
+    def chunk(self) -> float:
+        """Share of the stage's layers that a pass computes."""
+        return 1 / self.layout.vpp
+
+    @property
     def in_flight(self) -> float:
         """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021).
 
         Only the lists of a schedule can hold those of several mini-batches.
         """
-        if self.layout.vpp > 1:
-            return self.layout.pp + (self.layout.pp - 1) / self.layout.vpp
-        most = float(self.layout.pp - self.stage)
+        work = RoleWork("", (), chunks=self.layout.vpp)
+        most = work.most_in_flight(self.stage, self.layout.pp) * self.chunk
         return most if self.by_lists else min(most, self.micro_batches)
 
     @property
     def kept(self) -> float:
-        """Bytes of one micro-batch between its forward and its backward pass."""
+        """Bytes of one micro-batch between its forward and its backward pass, of all chunks."""
         layers, megatron = self._training, self.role.megatron
         stream = layers[0].stream
-        output = 0 if self.is_last else stream
+        outputs = stream * (self.layout.vpp - self.is_last)
         if megatron.offload_activations:
-            return output
+            return outputs
         if megatron.recompute_granularity == "full":
-            return len(layers) * stream + output
-        return sum(layer.kept for layer in layers) + output
+            return len(layers) * stream + outputs
+        return sum(layer.kept for layer in layers) + outputs
 
     @cached_property
     def update(self) -> int:
-        """Most bytes of forward and backward pass of a micro-batch, what ``kept`` counts included:
+        """Most bytes of forward and backward pass of a chunk, what ``kept`` counts of it included:
         at the backward pass of a layer, of the head, or of the embedding."""
         layers, megatron = self._training, self.role.megatron
         stream = layers[0].stream
         recomputes = megatron.recompute_granularity == "full" or megatron.offload_activations
         at_layer = max(layer.backward + layer.stored * recomputes for layer in layers)
-        moments = [self.kept + at_layer]
+        kept = self.kept * self.chunk
+        moments = [kept + at_layer]
         if self.is_last and not self.role.has_value_head:
-            moments.append(self.kept + self._head(self.lengths.training, trained=True))
+            moments.append(kept + self._head(self.lengths.training, trained=True))
         if self.stage == 0:
             rows = padded_vocab_size(self.kind.shape.vocab, self.layout.tp) // self.layout.tp
             gradient = rows * self.kind.shape.hidden * self.itemsize
             moments.append(layers[0].gathered + gradient)
-        messages = 0.0
-        if self.by_lists and self.layout.pp > 1:
-            # a gradient that arrives, and those on their way to the previous stage
-            messages = stream * (not self.is_last)
-            messages += stream * (self.layout.pp - self.stage + 1) * (self.stage > 0)
+        messages = self._messages * stream
         return int(max(moments) + messages + self._angles(self.lengths.training))
+
+    @property
+    def _messages(self) -> int:
+        """Gradients that arrive in an update, or are on their way to the previous stage."""
+        pp, is_interleaved = self.layout.pp, self.layout.vpp > 1
+        if not self.by_lists or pp == 1:
+            return 2 * is_interleaved  # Megatron receives one while the stage computes
+        _, sent = kept_sends(self.stage, pp, self.layout.vpp)
+        arriving = is_interleaved or not self.is_last
+        return arriving + sent * (is_interleaved or self.stage > 0)
 
     @cached_property
     def forward(self) -> int:
@@ -168,13 +183,22 @@ class StagePasses:
             streams = 3 if self.kind.transformer_engine else 2
             head = self._head(self.lengths.forward, trained=False)
             moments.append(streams * layers[0].stream + head)
-        sent = 0.0
-        if self.streams_forward and not self.is_last:  # outputs on their way to the next stage
-            sent = layers[0].stream * (self.layout.pp - self.stage)
         gathered = 0.0
         if layers[0].sequence_parallel and not (self.trained or self.kind.transformer_engine):
             gathered = layers[0].gathered  # frozen weights: freed after each matrix
-        return int(max(moments) + sent + gathered + self._angles(self.lengths.forward))
+        return int(max(moments) + gathered + self._angles(self.lengths.forward))
+
+    @property
+    def sent(self) -> int:
+        """Bytes of a forward-only pass's outputs on their way to the next stage."""
+        is_interleaved = self.layout.vpp > 1
+        if self.is_last and not is_interleaved:
+            return 0
+        if not self.streams_forward:
+            count = 2 * is_interleaved
+        else:
+            count, _ = kept_sends(self.stage, self.layout.pp, self.layout.vpp)
+        return int(count * self._forward[0].stream)
 
     def _angles(self, micro_batch: int) -> float:
         """Rotary angles of a micro-batch in float32, the same for all layers.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
 from mppo.planning.memory import Memory
-from mppo.planning.outside import CUDA_CONTEXT, NCCL_COMMUNICATOR, communicators
+from mppo.planning.outside import NCCL_COMMUNICATOR, TRAINER_CONTEXT, communicators
 from mppo.planning.passes import StagePasses
 from mppo.planning.residency import (
     GENERATION,
@@ -78,7 +78,7 @@ class RankUse:
     @property
     def outside(self) -> int:
         """Bytes outside torch's allocator: CUDA context and communicators."""
-        return CUDA_CONTEXT + self.communicators * NCCL_COMMUNICATOR
+        return TRAINER_CONTEXT + self.communicators * NCCL_COMMUNICATOR
 
     def largest(self, phase: str) -> Use:
         """What allocates most in a phase of the table, apart from building the roles."""
@@ -160,9 +160,13 @@ def _building(parts: Sequence[RankPart]) -> list[Use]:
 def _computing(recipe: Recipe, parts: Sequence[RankPart]) -> list[Use]:
     """Forward-only passes and updates."""
     trained = [part for part in parts if part.passes.trained]
+    # through one pipeline, what is on its way may be another role's
+    streamed = [
+        p.passes.sent for p in parts if p.passes.streams_forward and p.name != "reward_model"
+    ]
     found = [
         Use(f"forward passes of {part.name}", phase_of_role(recipe, "forward", part.name),
-            part.passes.forward, part.name)
+            part.passes.forward + max(part.passes.sent, *streamed, 0), part.name)
         for part in parts
         if part.name != "actor" or recipe.needs_actor_logprobs
     ]  # fmt: skip
@@ -174,10 +178,17 @@ def _computing(recipe: Recipe, parts: Sequence[RankPart]) -> list[Use]:
 
 
 def _update(part: RankPart, trained: Sequence[RankPart]) -> int:
-    """Bytes of a role's update: its current micro-batch, and the others in flight.
+    """Bytes of a role's update: its current pass, and the micro-batches in flight besides.
 
-    In a list of a schedule the others may be the other role's.
+    Those in a list of a schedule may be of several mini-batches and of the other role.
     """
     passes = part.passes
-    other = max(p.passes.kept for p in trained) if passes.by_lists else passes.kept
-    return int(passes.update + (passes.in_flight - 1) * other)
+    room = passes.in_flight - passes.chunk
+    if not passes.by_lists:
+        return int(passes.update + room * passes.kept)
+    others = 0.0
+    for one in sorted((p.passes for p in trained), key=lambda one: one.kept, reverse=True):
+        left = one.micro_batches * one.mini_batches - passes.chunk * (one is passes)
+        count = min(room, left)
+        others, room = others + count * one.kept, room - count
+    return int(passes.update + others)

@@ -178,7 +178,8 @@ def _plan_role(
         memory=[role_memory(role, layout, count, role.dtype, cpu_share) for count in counts],
         passes=[
             StagePasses(
-                role, kind, layout, stage, owned, lengths, micro_batches, size, by_lists, streamed
+                *(role, kind, layout, stage, owned, lengths, micro_batches, mini_batches),
+                *(size, by_lists, streamed),
             )
             for stage, owned in enumerate(layers)
         ],

@@ -59,10 +59,12 @@ REWARDED = (
     "reward_model.micro_batch_size_per_gpu=4 reward_model.megatron.tensor_model_parallel_size=2 "
     "reward.weight=0"
 )
-SEQUENTIAL = (
-    "with:trainer.schedule=sequential actor.megatron.pipeline_model_parallel_size=2 "
-    "critic.megatron.pipeline_model_parallel_size=2"
+INTERLEAVED = "with:" + " ".join(
+    f"{role}.megatron.{virtual}pipeline_model_parallel_size=2"
+    for role in ("actor", "critic")
+    for virtual in ("", "virtual_")
 )
+SEQUENTIAL = f"{INTERLEAVED} trainer.schedule=sequential"
 TRAINED_PARTS = ("weights", "gradients", "main weights", "moments")
 WITHOUT, WITH = "without Transformer Engine", "with Transformer Engine"
 MOST_WAITS = json.loads((ROOT / "tests" / "simulated_waits.json").read_text())
@@ -88,6 +90,7 @@ def simulated() -> dict[str, dict[str, Any]]:
         HYBRID,
         RESUMED,
         REWARDED,
+        INTERLEAVED,
         SEQUENTIAL,
         *(f"{mode}:{name}" for name in FULL for mode in ("full", "quick")),
         *(f"mistake:{name}" for name in MISTAKES),
@@ -161,6 +164,20 @@ def check_peaks(found: dict[str, Any]) -> None:
     assert used == counted
     allocated, planned = found["buffers"]
     assert allocated == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [INTERLEAVED, SEQUENTIAL])
+def test_the_plan_counts_what_an_interleaved_pipeline_keeps(name, simulated):
+    """Outputs of all chunks in an update, messages and their communicators; after it, nothing."""
+    found = simulated[name]
+    used, counted = found["communicators"]
+    assert used == counted
+    phases = ("updating actor", "updating critic", "weight sync")
+    for phase in phases:
+        planned = pytest.approx(found["planned_peaks"][phase], rel=0.05)
+        assert found["peaks"][phase] == planned, phase
+    assert not any(found["held"].get(phase, 0) for phase in phases), found["held"]
 
 
 @pytest.mark.timeout(1200)
