@@ -230,6 +230,7 @@ def test_what_reads_memory_that_was_freed_is_found():
     freed = two.memory = Allocation(0, "", "", 3 << 40, 1)  # a storage that is resized to nothing
     two.accesses.begin(freed, two.compute, "phase", "free.py:1")
     two.run(two.compute, False, "read.py:2", slice(0, 0))
+    two.run(two.compute, False, "read.py:2", slice(64, 64))
     assert not two.accesses.races
     two.run(two.compute, False, "read.py:3")
     (race,) = two.accesses.races

@@ -221,7 +221,9 @@ def _latest(accesses: _ByActor) -> Iterator[tuple[int, tuple[str, str]]]:
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
-    """First byte and end of a tensor in its storage."""
+    """First byte and end of a tensor in its storage; both 0 for a tensor without elements."""
+    if not x.numel():
+        return 0, 0
     size: Any = x.element_size()
     begin = x.storage_offset() * size
     if x.is_contiguous():
