@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import Pipe
 from typing import Any
 
 import planted_races  # noqa: F401  adds to MISTAKES
@@ -20,7 +21,7 @@ from planted_mistakes import MISTAKES
 from simulated import loaded, sized, small_case
 
 from mppo.simulation.case import RankCase
-from mppo.simulation.isolated import SimulationError, isolated
+from mppo.simulation.isolated import isolated
 from mppo.simulation.quick import with_layers
 from mppo.simulation.rank import simulate_rank
 from mppo.simulation.records import RankRecord
@@ -102,41 +103,117 @@ PROGRAMS = {
 }
 
 
-def recorded(make: Callable[[], None] | None, rank: int, case: RankCase) -> RankRecord:
-    """Make a mistake in this process, and simulate a rank."""
+@dataclass(frozen=True)
+class Failure:
+    """The simulated code failed: the error in one line, and Python's traceback."""
+
+    error: str
+    stack: str
+
+
+Answer = RankRecord | Failure
+
+
+class _Answers(BaseException):
+    """The update has begun in forked processes; their answers."""
+
+
+def recorded(
+    makes: Sequence[Callable[[], None]], rank: int, case: RankCase, early: Callable[[], None]
+) -> list[Answer]:
+    """Simulate a rank up to its update, and from there once per mistake, in forked processes.
+
+    Args:
+        makes: makes each mistake.
+        rank: the rank.
+        case: the case.
+        early: makes a mistake from the beginning on.
+    """
     import mppo.simulation.other_ranks  # noqa: F401  first: it keeps what the mistake replaces
     from mppo.models import offload
+    from mppo.trainer.update.phase import UpdatePhase
 
     offload.AHEAD = 0  # else so small a model keeps all activations
-    if make is not None:
-        make()
-    return simulate_rank(replace(case, rank=rank)).record
+    early()
+    plain, senders = UpdatePhase.__init__, []
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        UpdatePhase.__init__ = plain
+        answers = []
+        for make in makes:
+            receiver, sender = Pipe(duplex=False)
+            child = os.fork()
+            if not child:
+                senders.append(sender)
+                make()
+                UpdatePhase.__init__(self, *args, **kwargs)
+                return
+            sender.close()
+            answers.append(receiver.recv())
+            os.waitpid(child, 0)
+        raise _Answers(answers)
+
+    UpdatePhase.__init__ = begin
+    try:
+        answer = simulate_rank(replace(case, rank=rank)).record
+    except _Answers as found:
+        return found.args[0]
+    except Exception as error:
+        if not senders:
+            raise
+        answer = Failure(str(error), "".join(traceback.format_exception(error)))
+    senders[0].send(answer)
+    os._exit(0)
 
 
-@cache
-def clean(name: str) -> tuple[RankCase, dict[int, RankRecord]]:
-    """A program's case and the records of its ranks, without a mistake."""
+def nothing() -> None:
+    """No mistake."""
+
+
+def simulated(name: str, mistakes: Sequence[str]) -> tuple[RankCase, dict[tuple[str, int], Answer]]:
+    """Simulate the ranks of a program without a mistake and with some, by name and rank."""
     program = PROGRAMS[name]
     case = replace(with_layers(program.case(), 1), uneven=True, record=True)
-    return case, {rank: isolated(recorded, None, rank, case) for rank in program.ranks}
+    answers: dict[tuple[str, int], Answer] = {}
+    for rank in program.ranks:
+        here = {other: MISTAKES[other] for other in mistakes if rank in MISTAKES[other].ranks}
+        late = {name: nothing}
+        late |= {other: mistake.make for other, mistake in here.items() if not mistake.early}
+        found = isolated(recorded, [*late.values()], rank, case, nothing)
+        answers |= zip(((other, rank) for other in late), found, strict=True)
+        for other, mistake in here.items():
+            if mistake.early:
+                (answers[other, rank],) = isolated(recorded, [nothing], rank, case, mistake.make)
+    return case, answers
 
 
-def run(name: str) -> dict[str, Any]:
-    """What is found among a program's ranks, some of which make a mistake."""
-    mistake = MISTAKES.get(name)
-    case, records = clean(name if mistake is None else mistake.program)
-    if mistake is not None:
-        wrong = {rank: isolated(recorded, mistake.make, rank, case) for rank in mistake.ranks}
-        records = records | wrong
-    rules = rules_of(case.recipe, case.world_size)
-    found = find(list(records.values()), [])
+def judged(case: RankCase, answers: Sequence[Answer]) -> dict[str, Any]:
+    """What is found among some ranks."""
+    records = [answer for answer in answers if isinstance(answer, RankRecord)]
+    failed = next((answer for answer in answers if isinstance(answer, Failure)), None)
+    if failed is not None:
+        return asdict(failed)
+    found = find(records, [])
     if not found.found:
-        found = find(list(records.values()), rules)
+        found = find(records, rules_of(case.recipe, case.world_size))
     return {
         "mismatches": [one.describe() for one in found.mismatches],
         "races": found.races,
         "hangs": [one.describe() for one in found.hangs],
     }
+
+
+def run(names: Sequence[str]) -> None:
+    """Print what is found in each program and with each mistake."""
+    for program, plan in PROGRAMS.items():
+        mistakes = [n for n in names if n in MISTAKES and MISTAKES[n].program == program]
+        chosen = [*([program] if program in names else ()), *mistakes]
+        if not chosen:
+            continue
+        case, answers = simulated(program, mistakes)
+        for name in chosen:
+            own = [answers.get((name, rank), answers[program, rank]) for rank in plan.ranks]
+            print(json.dumps({"name": name, **judged(case, own)}), flush=True)
 
 
 if __name__ == "__main__":
@@ -145,9 +222,4 @@ if __name__ == "__main__":
     from mppo.simulation.run import import_simulated_code
 
     import_simulated_code()
-    for name in sys.argv[1:]:
-        try:
-            found = run(name)
-        except SimulationError as error:
-            found = {"error": str(error), "stack": error.stack}
-        print(json.dumps({"name": name, **found}), flush=True)
+    run(sys.argv[1:])

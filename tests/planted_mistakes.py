@@ -21,21 +21,25 @@ class Mistake:
         program: name of the program into which it is planted.
         ranks: the ranks that make it.
         make: makes it in a rank's process.
+        early: it is made before the roles are built; else before the update.
     """
 
     program: str
     ranks: tuple[int, ...]
     make: Callable[[], None]
+    early: bool
 
 
 MISTAKES: dict[str, Mistake] = {}
 
 
-def planted(program: str, *ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def planted(
+    program: str, *ranks: int, early: bool = False
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Add a function to ``MISTAKES``."""
 
     def add(make: Callable[[], None]) -> Callable[[], None]:
-        MISTAKES[make.__name__] = Mistake(program, ranks, make)
+        MISTAKES[make.__name__] = Mistake(program, ranks, make, early)
         return make
 
     return add
@@ -141,7 +145,7 @@ def objects_gathered_in_a_pass() -> None:
     StreamedRole.backward = gathering(StreamedRole.backward)
 
 
-@planted("interleaved", 0, 1)
+@planted("interleaved", 0, 1, early=True)
 def directions_share_a_group() -> None:
     from mppo.parallel import groups
 
@@ -251,7 +255,7 @@ def rows_to_and_from_experts_exchanged() -> None:
     token_dispatcher.all_to_all = lambda group, x, to=None, by=None: plain(group, x, by, to)
 
 
-@planted("mixture", 1)
+@planted("mixture", 1, early=True)
 def experts_reduced_over_all_replicas() -> None:
     from megatron.core import parallel_state
 

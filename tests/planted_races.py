@@ -47,7 +47,7 @@ def activations_used_before_they_are_back() -> None:
     Fetched.wait = lambda self: self.tensor
 
 
-@planted("one role", 0)
+@planted("one role", 0, early=True)
 def parts_used_before_they_arrive() -> None:
     from mppo.parallel.moved_storages import MovedStorages
 
@@ -160,7 +160,7 @@ def message_buffer_reused_before_it_is_sent() -> None:
     Links.send_gradient = send_gradient
 
 
-@planted("interleaved", 0, 1)
+@planted("interleaved", 0, 1, early=True)
 def outputs_freed_while_they_are_sent() -> None:
     from mppo.models import configuration
     from mppo.trainer.update import phase
