@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mppo.config.gpu_types import GpuType
@@ -96,6 +97,8 @@ def install(
     torch.cuda.nccl.version = lambda: (2, 28, 9)  # pyright: ignore[reportAttributeAccessIssue]  loaded lazily
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
     torch.accelerator.synchronize = torch.cuda.synchronize
+    replaced: Any = fake_tensor
+    replaced.init_gpu_context = lambda device: None  # before torch 2.13 it makes a tensor there
     # Megatron's compiled fusions: the plain functions allocate the same tensors, or more
     torch.compile = lambda model=None, *args, **kwargs: (lambda f: f) if model is None else model
     _replace_tensor_methods(ledger, counters, recorder)

@@ -144,7 +144,8 @@ def follow_works(recorder: RankRecorder) -> None:
     """Make the process groups' methods and their works tell the recorder what is waited for."""
     group: Any = c10d.ProcessGroup
     for name in _COLLECTIVES:
-        setattr(group, name, _registered(getattr(group, name), recorder))
+        if hasattr(group, name):  # torch 2.13 has new names for some
+            setattr(group, name, _registered(getattr(group, name), recorder))
     for kind in (c10d.Work, c10d.FakeWork):
         replaced: Any = kind
         replaced.wait = _waited(kind.wait, recorder)
