@@ -57,6 +57,18 @@ def save(folder: Path, contents: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(contents))
 
 
+class MemberOfAnEnum:
+    """As Python 3.11.0 to 3.11.3 pickle a member."""
+
+    def __reduce__(self) -> tuple:
+        return getattr, (sharded.MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+
+
+def test_members_of_enums_are_read_as_any_python_writes_them(tmp_path):
+    write(tmp_path, {"format": MemberOfAnEnum()})
+    assert read_checkpoint(tmp_path).keys() == {"weight"}
+
+
 def test_tensors_are_read_and_objects_are_not(tmp_path):
     write(tmp_path, {"key": (1, 2)})
     found = read_checkpoint(tmp_path)

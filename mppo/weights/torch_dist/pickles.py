@@ -27,6 +27,7 @@ TYPES: dict[str, tuple[str, ...]] = {
     "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
     "torch.serialization": ("_get_layout",),
     "torch": ("Size",),
+    "builtins": ("getattr",),  # members of enums, from Python 3.11.0 to 3.11.3
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
