@@ -159,9 +159,9 @@ def loaded(path: str, *overrides: str) -> RankCase:
 
 
 def targets_left_on_the_host() -> None:
-    from mppo.trainer import losses
+    from mppo.trainer.update import objectives
 
-    losses.to_device = lambda targets, device: targets
+    objectives.to_device = lambda targets, device: targets
 
 
 def tokens_not_moved() -> None:
