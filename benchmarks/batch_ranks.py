@@ -11,9 +11,7 @@ micro-batches and cut them. The ranks are data-parallel, or with ``--tensor-para
 
 ``cpu_s`` is the processor time of a rank's process; waiting for others takes none. Bytes are
 counted: ``held`` in the tensors of responses and batch, ``share`` in those of a pass, where what a
-rank maps of another's memory counts for that one only. The largest rank counts. ``score`` is what a
-rank sends per response after scoring: the table to every rank, ``score_texts`` to the first one
-only; ``score_pickled`` are the same scores as pickled objects, which went to every rank.
+rank maps of another's memory counts for that one only. The largest rank counts.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import tempfile
 import time
 from dataclasses import fields
@@ -75,28 +72,6 @@ def with_experts(responses: Any) -> Any:
     return Responses(rows, held)
 
 
-def score_bytes(responses: Any) -> dict[str, float]:
-    """Bytes per response of the scores of a verifier that reads answers, with two numbers each."""
-    from mppo.rewards.score_table import score_table
-    from mppo.rewards.scores import ResponseScore
-
-    scores = {
-        key: ResponseScore(
-            float(key % 2),
-            {"acc": float(key % 2), "format": 1.0},
-            answer=str(key),
-            right=key % 2 == 1,
-        )
-        for key in responses.held
-    }
-    count, (table, texts) = max(len(scores), 1), score_table(scores)
-    return {
-        "bytes/score": table.nbytes / count,
-        "bytes/score_texts": texts.nbytes / count,
-        "bytes/score_pickled": len(pickle.dumps((scores, None))) / count,
-    }
-
-
 def path(
     rank: int,
     world: int,
@@ -148,7 +123,6 @@ def path(
         "cpu_s/sum": parsing + seconds,
         "bytes/held": responses + token_bytes(batch),
         "bytes/share": token_bytes(share) - shared,
-        **score_bytes(ordered),
     }
     (folder / f"{rank}.json").write_text(json.dumps(numbers))
     dist.barrier()

@@ -99,8 +99,7 @@ def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:
         return gae(rewards_T, values_T, mask_T, cu_seqlens, GAMMA, LAM)
 
     def whitened() -> Tensor:
-        result = advantages()
-        return masked_whiten(result, mask_T, out=result)
+        return masked_whiten(advantages(), mask_T)
 
     difference = (advantages().view(shape) - loop_gae(rewards_BR, values_BR)).abs().max().item()
     results: dict[str, object] = {

@@ -68,11 +68,19 @@ SMALL = ("recipes/qwen2_7b_rm.yaml", "data.train_batch_size=128", "actor.ppo_min
 
 STORED = ("actor.megatron.recompute_granularity=none",
           "critic.megatron.recompute_granularity=selective")  # fmt: skip
+CHANGED = {
+    # twelve sequences instead of eleven, as the critic's: 96 fill all micro-batches, not all 512
+    "qwen2_7b_rm_seq_balance": ("reward_model.forward_max_token_len_per_gpu=98316",),
+}
+"""Small changes of recipes, with which their simulation takes a sixth of the time."""
+CUT = {"deepseek_llm_7b_gsm8k_cp2": 8}
+"""Layers of recipes that are compared in quick mode and in full: twice those of the quick runs."""
 
 
 def recipe_case(recipe: str, last: bool = False, overrides: tuple[str, ...] = ()) -> RankCase:
     """A shipped recipe on its first or last stage, placed."""
-    return stage_case(placed(loaded(f"recipes/{recipe}.yaml", *overrides)), last)
+    changed = (*CHANGED.get(recipe, ()), *overrides)
+    return stage_case(placed(loaded(f"recipes/{recipe}.yaml", *changed)), last)
 
 
 def shallow(case: RankCase, periods: int = 0) -> RankCase:
@@ -290,13 +298,15 @@ def run(name: str) -> dict[str, Any]:
                 return isolated(saved_and_loaded, case, Path(folder) / "saved")
         if kind in ("full", "quick"):
             case = small_case() if what == "small" else placed(loaded(f"recipes/{what}.yaml"))
+            if what in CUT:
+                case = with_layers(case, CUT[what])
             once = partial(isolated, simulate_rank)
             result = once(case) if kind == "full" else quick_result(case, once)
-            return summary(case, result) | {"verdicts": verdicts(placed(case), result)}
+            return summary(case, result)
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
         result = isolated(simulate_rank, shallow(case))
         found = summary(shallow(case), result)
-        if not TE_FOLDER and kind != "stored" and f"full:{what}" not in sys.argv:
+        if not TE_FOLDER and kind != "stored":
             found["verdicts"] = verdicts(case, at_full_depth(case, result))
         return found
     except SimulationError as error:

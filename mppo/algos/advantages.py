@@ -6,16 +6,11 @@ response) are skipped: the state after token t is the state before the next mask
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 import torch
 from torch import Tensor
 
-from mppo.algos.scan import reverse_scan, uniform_reverse_scan
-from mppo.algos.unique import integers, sorted_unique
-
-_ROW = 64
-"""Tokens whose mask values are counted together."""
+_BLOCK = 32
+"""Elements that ``reverse_scan`` scans one after the other; all blocks run side by side."""
 
 
 def gae(
@@ -44,84 +39,6 @@ def gae(
     Source: https://arxiv.org/abs/1506.02438; masked tokens as in verl
     ``compute_gae_advantage_return``.
     """
-    if not isinstance(lam, Tensor):
-        breaks = _run_breaks(mask_T, cu_seqlens)
-        if breaks is not None:
-            return _gae_of_runs(rewards_T, values_T, mask_T, breaks, gamma, lam)
-    return _gae_of_tokens(rewards_T, values_T, mask_T, cu_seqlens, gamma, lam)
-
-
-def _run_breaks(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-    """Find the indices t at which the recursion from t + 1 to t is cut.
-
-    Returns:
-        Sorted int64 indices t: the mask changes after t, or t ends a sequence. None if the masked
-        tokens of some sequence are not one contiguous run.
-    """
-    last = cu_seqlens[1:] - 1
-    breaks = sorted_unique(torch.cat([_changes(mask_T), last[last >= 0]]))
-    # a run of masked tokens ends at a break; two run ends in one sequence mean a gap
-    run_ends = breaks[mask_T[breaks] > 0]
-    run_sequences = torch.searchsorted(cu_seqlens, run_ends, right=True)
-    if (run_sequences[1:] == run_sequences[:-1]).any():
-        return None
-    return breaks
-
-
-def _changes(mask_T: Tensor) -> Tensor:
-    """Sorted int64 indices t with ``mask_t != mask_{t+1}``, for a mask of 0 and 1.
-
-    Masks have few changes, so rows of 64 tokens are counted first, in one pass over memory, and
-    only the few rows that may contain a change are compared token by token.
-    """
-    rows = mask_T[: len(mask_T) - len(mask_T) % _ROW].view(-1, _ROW)
-    count = torch.mv(rows, mask_T.new_ones(_ROW))
-    # a change lies inside a row that is neither empty nor full, or between rows of unequal count
-    mixed = (count[:-1] > 0) & (count[:-1] < _ROW)
-    chosen = (mixed | (count[:-1] != count[1:])).nonzero().squeeze(1)
-    # each chosen row with the first token of the next one
-    index = chosen.unsqueeze(1) * _ROW + torch.arange(_ROW + 1, device=mask_T.device)
-    row, column = mask_T[index].diff(dim=1).nonzero(as_tuple=True)
-    # the last full row and the incomplete one after it
-    rest = max(len(rows) - 1, 0) * _ROW
-    return torch.cat([index[row, column], mask_T[rest:].diff().nonzero().squeeze(1) + rest])
-
-
-def _gae_of_runs(
-    rewards_T: Tensor,
-    values_T: Tensor,
-    mask_T: Tensor,
-    breaks: Tensor,
-    gamma: float,
-    lam: float,
-) -> Tensor:
-    """GAE for masks that are one run in each sequence: no gather, one buffer."""
-    positions = integers(breaks)
-    # the last token of a run has no next state: V_{t+1} = 0
-    at_breaks = rewards_T[breaks] - values_T[breaks]
-
-    def delta(start: int, stop: int, piece: Tensor) -> None:
-        """Write ``delta_t`` of tokens start to stop into ``piece``."""
-        torch.sub(rewards_T[start:stop], values_T[start:stop], out=piece)
-        following = values_T[start + 1 : stop + 1]
-        piece[: len(following)].add_(following, alpha=gamma)
-        # at breaks this has added the value of another run: replace it
-        here = slice(bisect_left(positions, start), bisect_left(positions, stop))
-        piece[breaks[here] - start] = at_breaks[here]
-        piece.mul_(mask_T[start:stop])
-
-    return uniform_reverse_scan(delta, gamma * lam, breaks, values_T)
-
-
-def _gae_of_tokens(
-    rewards_T: Tensor,
-    values_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    gamma: float,
-    lam: float | Tensor,
-) -> Tensor:
-    """GAE for any mask: gather the masked tokens, scan, scatter the result."""
     kept = mask_T.nonzero().squeeze(1)
     advantages_T = torch.zeros_like(values_T)
     if len(kept) == 0:
@@ -137,6 +54,37 @@ def _gae_of_tokens(
     lam_N = lam[sequence_N].to(values_T.dtype) if isinstance(lam, Tensor) else lam
     advantages_T[kept] = reverse_scan(delta_N, gamma * lam_N * continues_N)
     return advantages_T
+
+
+def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
+    """``y_i = x_i + decay_i y_{i+1}``, with 0 after the last element.
+
+    A decay of 0 ends a segment. All blocks of 32 are scanned side by side, then the blocks' first
+    elements in the same way, recursively: O(N) work.
+
+    Args:
+        x_N: float ``[N]``.
+        decay_N: float ``[N]``.
+
+    Returns:
+        float ``[N]``.
+    """
+    n = len(x_N)
+    if n == 0:
+        return x_N.clone()
+    # one block per column, so that a step of the scan is one operation on contiguous memory
+    y, decay = (
+        torch.nn.functional.pad(part_N, (0, -n % _BLOCK)).view(-1, _BLOCK).t().contiguous()
+        for part_N in (x_N, decay_N)
+    )
+    for row in reversed(range(_BLOCK - 1)):
+        y[row].addcmul_(decay[row], y[row + 1])
+        decay[row].mul_(decay[row + 1])  # the product to the block's end
+    if y.shape[1] > 1:
+        # y[0] is each block's scan without the blocks after it; scanning y[0] completes it
+        first = reverse_scan(y[0], decay[0])
+        y[:, :-1].addcmul_(decay[:, :-1], first[1:])
+    return y.t().reshape(-1)[:n]
 
 
 def reward_to_go(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:

@@ -13,17 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mppo.algos.unique import unique_index
-
-_PIECE = 1 << 18
-"""Tokens per piece of a pass over memory: a piece fits a core's cache."""
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -81,44 +75,20 @@ def sequence_moments(
     Returns:
         float64 ``[B, 5]``: the fields of :class:`Moments`.
     """
-    bounds = cu_seqlens.numpy()
-    moments = np.zeros((len(bounds) - 1, 5))
-    moments[:, 3:] = -math.inf, math.inf
-    values, mask, first = x_T.detach().numpy(), mask_T.numpy(), 0
-    while first < len(moments):
-        # as many sequences as fit a core's cache, at least one
-        last = max(first + 1, int(np.searchsorted(bounds, bounds[first] + _PIECE)) - 1)
-        part, cut = slice(first, last), slice(bounds[first], bounds[last])
-        lengths = np.diff(bounds[first : last + 1])
-        _fill_moments(moments[part], values[cut], mask[cut] > 0, lengths, with_range)
-        first = last
-    return torch.as_tensor(moments)
-
-
-def _fill_moments(
-    moments: NDArray[np.float64],
-    values: NDArray[Any],
-    inside: NDArray[np.bool_],
-    lengths: NDArray[np.int64],
-    with_range: bool,
-) -> None:
-    """Write the moments of consecutive sequences of these lengths."""
-    filled = np.flatnonzero(lengths)
-    if not len(filled):
-        return
-    starts = (np.cumsum(lengths) - lengths)[filled]
-    count = np.add.reduceat(inside, starts, dtype=np.int64)
-    x = np.where(inside, values, 0.0).astype(np.float64)
-    mean = np.add.reduceat(x, starts) / np.maximum(count, 1)
-    with np.errstate(invalid="ignore", over="ignore"):  # infinite values: not finite moments
-        x -= np.repeat(mean, lengths[filled])
-        x *= inside
-        x *= x
-        squares = np.add.reduceat(x, starts)
-    moments[filled, :3] = np.stack([count, mean, squares], axis=1)
+    inside_T = mask_T.cpu() > 0
+    values_T = x_T.detach().cpu().double()
+    count_B = sequence_sum(inside_T.double(), cu_seqlens)
+    filled_T = torch.where(inside_T, values_T, 0.0)
+    mean_B = sequence_sum(filled_T, cu_seqlens) / count_B.clamp(min=1.0)
+    deviation_T = torch.where(inside_T, filled_T - expand_to_tokens(mean_B, cu_seqlens), 0.0)
+    squares_B = sequence_sum(deviation_T.square(), cu_seqlens)
+    max_B, min_B = torch.full_like(count_B, -math.inf), torch.full_like(count_B, math.inf)
     if with_range:
-        for column, extreme, nothing in ((3, np.maximum, -math.inf), (4, np.minimum, math.inf)):
-            moments[filled, column] = extreme.reduceat(np.where(inside, values, nothing), starts)
+        highest_T = torch.where(inside_T, values_T, -math.inf)
+        lowest_T = torch.where(inside_T, values_T, math.inf)
+        max_B = torch.segment_reduce(highest_T, "max", offsets=cu_seqlens, initial=-math.inf)
+        min_B = torch.segment_reduce(lowest_T, "min", offsets=cu_seqlens, initial=math.inf)
+    return torch.stack([count_B, mean_B, squares_B, max_B, min_B], dim=1)
 
 
 def merged_moments(moments_B: Tensor) -> Moments:
@@ -146,7 +116,6 @@ def masked_whiten(
     shift_mean: bool = True,
     unbiased: bool = True,
     eps: float = 1e-8,
-    out: Tensor | None = None,
     moments: Moments | None = None,
 ) -> Tensor:
     """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
@@ -157,7 +126,6 @@ def masked_whiten(
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
         eps: keeps the result finite for a constant input.
-        out: result tensor; may be ``x_T`` itself, which saves an allocation.
         moments: of the tokens to whiten over; None: of these.
 
     Returns:
@@ -168,20 +136,11 @@ def masked_whiten(
     """
     mask_T = mask_T.to(x_T.dtype)
     if moments is None:
-        pieces = torch.arange(0, len(x_T) + _PIECE, _PIECE).clamp(max=len(x_T))
-        moments = merged_moments(sequence_moments(x_T, mask_T, pieces, with_range=False))
-    mean, scale = moments.mean, 1.0
-    if moments.count >= 2:
-        scale = 1.0 / math.sqrt(moments.var(unbiased) + eps)
-    whitened_T = torch.empty_like(x_T) if out is None else out
-    cuts = (torch.split(tensor, _PIECE) for tensor in (x_T, mask_T, whitened_T))
-    zero = x_T.new_zeros(())
-    # elementwise, so out may be x_T itself
-    for x, mask, whitened in zip(*cuts, strict=True):
-        torch.addcmul(zero, torch.sub(x, mean, out=whitened), mask, value=scale, out=whitened)
-        if not shift_mean:
-            whitened.add_(mask, alpha=mean)
-    return whitened_T
+        whole = torch.tensor([0, len(x_T)])
+        moments = merged_moments(sequence_moments(x_T, mask_T, whole, with_range=False))
+    scale = 1.0 / math.sqrt(moments.var(unbiased) + eps) if moments.count >= 2 else 1.0
+    whitened_T = (x_T - moments.mean) * mask_T * scale
+    return whitened_T if shift_mean else whitened_T.add_(mask_T, alpha=moments.mean)
 
 
 def masked_whiten_by_group(

@@ -10,11 +10,6 @@ from torch import Tensor
 _unique = cast(Any, torch.unique)  # pyright: ignore[reportUnknownMemberType]  not annotated
 
 
-def sorted_unique(x_N: Tensor) -> Tensor:
-    """Distinct values in ascending order."""
-    return cast(Tensor, _unique(x_N))
-
-
 def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct values ``[G]`` in ascending order, each element's index among them, and counts.
 
@@ -23,8 +18,3 @@ def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     found = _unique(x_N, return_inverse=True, return_counts=True)
     return cast("tuple[Tensor, Tensor, Tensor]", found)
-
-
-def integers(x_N: Tensor) -> list[int]:
-    """The elements as Python integers."""
-    return cast("list[int]", cast(Any, x_N).tolist())

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,16 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch import Prompt
-from mppo.parallel.collectives import all_gather_varlen, group_size
+from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.parallel.exchange import Moves, exchange
 from mppo.response_moves import bring_ids
 from mppo.responses import ResponseRow, Responses
-from mppo.rewards.score_table import ReadTable, read_score_table, score_table, with_texts
 from mppo.rewards.scores import ResponseScore
 
-_FIRST = 0
-"""The rank that logs scores and writes samples."""
-_SUCCEEDED, _FAILED = 0, 1
+T = TypeVar("T")
 
 
 class ScoringError(RuntimeError):
@@ -86,8 +84,7 @@ def exchange_scores(
 ) -> dict[int, ResponseScore]:
     """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
 
-    Rewards of tokens stay on, or move to, the rank that holds the response. Texts go to the first
-    rank; on the others they are empty.
+    Rewards of tokens stay on, or move to, the rank that holds the response.
 
     Args:
         mine: scores on this rank.
@@ -97,29 +94,33 @@ def exchange_scores(
     Raises:
         ScoringError: some rank passed a failure.
     """
-    table, text = score_table(mine)
-    tables = [read_score_table(each) for each in exchange_results(table, failure)]
-    rewards = _bring_rewards(tables, mine, rows)
-    found = _with_texts(tables, text)
+    sent = {key: replace(each, token_rewards=()) for key, each in mine.items()}
+    rewarded = [key for key, each in mine.items() if each.token_rewards and key in rows]
+    everyone = exchange_results((sent, rewarded), failure)
+    rewards = _bring_rewards([rewarded for _, rewarded in everyone], mine, rows)
     return {
         key: replace(each, token_rewards=rewards[key]) if key in rewards else each
-        for scores in found
+        for scores, _ in everyone
         for key, each in scores.items()
     }
 
 
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _bring_rewards(
-    tables: Sequence[ReadTable], mine: Mapping[int, ResponseScore], rows: Mapping[int, ResponseRow]
+    rewarded: Sequence[Sequence[int]],
+    mine: Mapping[int, ResponseScore],
+    rows: Mapping[int, ResponseRow],
 ) -> dict[int, Sequence[float]]:
-    """Token rewards of the responses whose home this rank is; collective if any of them move."""
-    rank = _own_rank()
-    scored = [(at, key) for at, each in enumerate(tables) for key in each.rewarded if key in rows]
+    """Token rewards of the responses whose home this rank is; collective if any of them move.
+
+    Args:
+        rewarded: keys of the responses with token rewards, by the rank that scored them.
+        mine: scores on this rank.
+        rows: of the responses.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    scored = [(at, key) for at, keys in enumerate(rewarded) for key in keys]
     moving = [(at, key) for at, key in scored if rows[key].home != at]
-    wanted: list[list[int]] = [[] for _ in tables]
+    wanted: list[list[int]] = [[] for _ in rewarded]
     for number, (_, key) in enumerate(moving):
         wanted[rows[key].home].append(number)
     held = [number for number, (at, _) in enumerate(moving) if at == rank]
@@ -134,26 +135,11 @@ def _bring_rewards(
     return rewards
 
 
-def _with_texts(tables: Sequence[ReadTable], own: Tensor) -> list[dict[int, ResponseScore]]:
-    """The scores of all tables, on the first rank with their texts.
-
-    Collective if another rank has texts.
-    """
-    rank, sizes = _own_rank(), [each.text_bytes for each in tables]
-    senders = [at for at, size in enumerate(sizes) if size]
-    wanted = [senders if at == _FIRST else [] for at in range(len(tables))]
-    held = [rank] if sizes[rank] else []
-    (texts,) = exchange(Moves(range(len(tables)), wanted), sizes, held, lambda _: [own])
-    if rank != _FIRST:
-        return [each.scores for each in tables]
-    return [with_texts(each.scores, text) for each, text in zip(tables, texts.split(sizes))]
-
-
-def exchange_results(table: Tensor, failure: Exception | None) -> list[Tensor]:
+def exchange_results(result: T, failure: Exception | None) -> list[T]:
     """Gather the results of all ranks, or raise on all. Collective if there is a process group.
 
     Args:
-        table: this rank's result, int64 ``[N]``.
+        result: of this rank: any object that can be pickled.
         failure: this rank's exception, None if it succeeded. The other ranks get its message.
 
     Returns:
@@ -162,17 +148,16 @@ def exchange_results(table: Tensor, failure: Exception | None) -> list[Tensor]:
     Raises:
         ScoringError: some rank passed a failure.
     """
-    message, sent = "", torch.cat([torch.tensor([_SUCCEEDED]), table])
-    if failure is not None:
-        message = str(failure)
-        if not isinstance(failure, ValueError):  # the text of a KeyError, say, is only the key
-            message = f"{type(failure).__name__}: {message}"
-        sent = torch.tensor([_FAILED, *message.encode(errors="surrogatepass")])
-    everyone = all_gather_varlen(sent, group_size())
-    if failure is not None:
+    message = None if failure is None else str(failure)
+    if message is not None and not isinstance(failure, ValueError):
+        # the text of a KeyError, say, is only the key
+        message = f"{type(failure).__name__}: {message}"
+    everyone = all_gather_objects((result if message is None else None, message))
+    if message is not None:
         raise ScoringError(message) from failure
-    for rank, result in enumerate(everyone):
-        if result[0] == _FAILED:
-            why = bytes(result[1:].tolist()).decode(errors="surrogatepass")
+    found: list[T] = []
+    for rank, (theirs, why) in enumerate(everyone):
+        if theirs is None:
             raise ScoringError(f"scoring failed on rank {rank}: {why}")
-    return [result[1:] for result in everyone]
+        found.append(theirs)
+    return found

@@ -21,14 +21,12 @@ class ResponseScore:
     Args:
         score: the outcome reward plus ``token_total``.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
-        error: why there is no score, if ``score`` is the number of ``reward.on_error``. Of a score
-            that ranks have exchanged, the first rank has the text; on the others it is empty.
+        error: why there is no score, if ``score`` is the number of ``reward.on_error``.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of
             ``UNSCORED``. Without ``error``, it scores 0 for that reason.
         token_total: sum of the rewards of its tokens.
         token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
         answer: the final answer in the response; empty if it has none, None if nothing reads it.
-            After an exchange, the first rank has the text, as of ``error``.
         right: whether the response is right, before any shaping of the score; None if the reward
             does not say so.
     """
@@ -166,7 +164,7 @@ def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
     """
     if on_error == "stop":
         raise ValueError(failed.message)
-    return ResponseScore(on_error, error=failed.message, unscored=failed.unscored)
+    return ResponseScore(float(on_error), error=failed.message, unscored=failed.unscored)
 
 
 def no_score(why: str, response: Response) -> str:

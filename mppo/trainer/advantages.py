@@ -152,7 +152,7 @@ def estimate(
     rewards_T = rewards_T + place_at_last(outcome_H, batch.value_mask_T, cu_seqlens)
     advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
     if algorithm.whitens:
-        advantages_T = _whitened(advantages_T, returns_T, batch, algorithm)
+        advantages_T = _whitened(advantages_T, batch, algorithm)
     correction = algorithm.rollout_correction
     weight_T = correction_weights(outputs, correction)
     if algorithm.mask_truncated:
@@ -165,10 +165,8 @@ def estimate(
     return Experience(outputs, rewards_T, advantages_T, returns_T, weight_T)
 
 
-def _whitened(
-    advantages_T: Tensor, returns_T: Tensor, batch: Batch, algorithm: AlgorithmConfig
-) -> Tensor:
-    """Whiten advantages over the batch or over each prompt's group, in place where possible."""
+def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+    """Whiten advantages over the batch or over each prompt's group."""
     mask_T, cu_seqlens, unbiased = (
         batch.response_mask_T,
         batch.cu_seqlens,
@@ -185,10 +183,8 @@ def _whitened(
             gather=gather,
             held_H=batch.held_H,
         )
-    # some estimators return one tensor as advantages and returns: the returns must stay unwhitened
-    own = advantages_T if advantages_T is not returns_T else None
     moments = _moments(advantages_T, mask_T, batch)
-    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, out=own, moments=moments)
+    return masked_whiten(advantages_T, mask_T, unbiased=unbiased, moments=moments)
 
 
 def _moments(x_T: Tensor, mask_T: Tensor, batch: Batch) -> Moments:

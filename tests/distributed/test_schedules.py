@@ -37,7 +37,8 @@ COMMON = [
     "trainer.on_nonfinite=skip",
     "trainer.max_nonfinite_in_a_row=9",
 ]
-ITERATIONS = 3
+SPOILED = 2
+"""The iteration with a spoiled return, if any; then another one follows."""
 TP, PP = "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size"
 CP, EP = "megatron.context_parallel_size", "megatron.expert_model_parallel_size"
 VPP = "megatron.virtual_pipeline_model_parallel_size"
@@ -80,6 +81,11 @@ class Update:
     beside: Update | None = None
     offloaded: bool = False
     messages: str | None = None
+
+    @property
+    def iterations(self) -> int:
+        """How many updates follow one another."""
+        return SPOILED + self.spoiled
 
 
 PP2 = both(f"{PP}=2")
@@ -163,13 +169,13 @@ _sequential: dict[Update, dict] = {}
 
 
 def updated(case: Update, folder: Path, registry) -> dict:
-    """Results of three updates on this rank, by the case's schedule and sequentially."""
+    """Results of all updates on this rank, by the case's schedule and sequentially."""
     same = replace(case, kind="sequential", recorded=None, offloaded=False, messages=None)
     if same not in _sequential:
         _sequential[same] = _updates(same, "sequential", folder, registry)
     expected = _sequential[same]
     if case.recorded is not None:
-        recorded = f"trainer.timeline={{steps: {list(range(1, ITERATIONS + 1))}}}"
+        recorded = f"trainer.timeline={{steps: {list(range(1, case.iterations + 1))}}}"
         where = f"trainer.default_local_dir={folder / case.recorded}"
         case = replace(case, overrides=(*case.overrides, recorded, where))
     if case.offloaded:
@@ -224,9 +230,9 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
 
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
-    for step in range(1, ITERATIONS + 1):
+    for step in range(1, case.iterations + 1):
         update = _update_phase(roles, experience_of(), step)
-        if case.spoiled and step == 2:
+        if case.spoiled and step == SPOILED:
             returns_T = update.experience.returns_T
             returns_T[update.experience.old.batch.response_mask_T.nonzero()[0]] = torch.inf
         assert update.kind == kind
@@ -256,7 +262,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
         overrides.append(f"critic.path={folder / case.beside.model}")
     recipe = load_recipe(None, [*overrides, f"trainer.schedule={kind}"])
     torch.manual_seed(0)
-    roles = Roles(recipe, folder / case.model, read_model_config, registry, ITERATIONS)
+    roles = Roles(recipe, folder / case.model, read_model_config, registry, case.iterations)
     batch = share_out(replace(batch_of(8), scores_B=torch.sin(torch.arange(8.0))))
 
     def experience_of():
@@ -325,13 +331,13 @@ def test_same_gradients_metrics_and_weights(name, outcomes):
 )
 def test_a_recorded_update_is_a_trace_with_its_plan(run, chunks, outcomes):
     found = outcomes["folder"] / run / "timeline"
-    assert sorted(path.name for path in found.iterdir()) == [f"step_{n}.json" for n in (1, 2, 3)]
+    assert sorted(path.name for path in found.iterdir()) == [f"step_{n}.json" for n in (1, 2)]
     events = json.loads((found / "step_2.json").read_text())["traceEvents"]
     done = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 3]
     # two epochs of two mini-batches, of two micro-batches on each of two data-parallel ranks
     assert sum(name.startswith("backward actor") for name in done) == 8 * chunks
     assert [name for name in done if name.startswith("step critic")][-1] == "step critic 3"
-    timeline, _ = newest_timelines(outcomes["folder"] / run, 3)
+    timeline, _ = newest_timelines(outcomes["folder"] / run, 2)
     assert timeline["schedule"] == ("sequential" if chunks > 1 else run)
     plan, real = ([len(flat) // 3 for _, flat in panel["rows"]] for panel in timeline["panels"])
     assert len(plan) * 2 == len(real) == 4

@@ -1,11 +1,9 @@
-"""GAE, reward-to-go and the scans under them."""
+"""GAE and reward-to-go."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.algos import scan
 from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
 
 unhurried = settings(deadline=None, max_examples=40)
@@ -107,21 +105,6 @@ def test_gae_does_not_depend_on_other_sequences(batch, which):
     expected = gae(rewards[part], values[part], mask[part], alone, 0.9, 0.8)
     complete = gae(rewards, values, mask, cu_seqlens, 0.9, 0.8)
     torch.testing.assert_close(complete[part], expected)
-
-
-@pytest.mark.parametrize(("piece", "short"), [(32, 100), (64, 2), (1024, 4)])
-def test_the_uniform_scan_equals_the_general_one_across_pieces(piece, short, monkeypatch):
-    monkeypatch.setattr(scan, "_PIECE", piece)
-    monkeypatch.setattr(scan, "_SHORT", short)
-    x = torch.randn(333, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    breaks = torch.tensor([0, 31, 32, 63, 64, 100, 331, 332])
-    decay = torch.full_like(x, 0.97)
-    decay[breaks] = 0.0
-    expected = scan.reverse_scan(x, decay)
-    actual = scan.uniform_reverse_scan(
-        lambda start, stop, out: out.copy_(x[start:stop]), 0.97, breaks, x
-    )
-    torch.testing.assert_close(actual, expected)
 
 
 def test_long_sums_keep_float32_precision():

@@ -72,10 +72,10 @@ class RewardModelTexts:
             held = dict(zip(numbers, self._tokens(trajectories), strict=True))
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
-        mine = [number for key, ids in held.items() for number in (key, len(ids))]
+        mine = {key: len(ids) for key, ids in held.items()}
         lengths: dict[int, int] = {}
-        for theirs in exchange_results(torch.tensor(mine, dtype=torch.int64), failure):
-            lengths.update(theirs.view(-1, 2).tolist())
+        for theirs in exchange_results(mine, failure):
+            lengths.update(theirs)
         return held, [lengths[number] for number in responses.rows]
 
     def _tokens(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
