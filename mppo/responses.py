@@ -77,9 +77,9 @@ class KeyedResponses(Generic[K]):
     held: Mapping[K, Trajectory]
 
     @staticmethod
-    def of_one_rank(trajectories: Sequence[Trajectory], home: int = 0) -> Responses:
-        """Responses that all lie on this rank, whose number is ``home``."""
-        rows = {index: ResponseRow.of(each, home) for index, each in enumerate(trajectories)}
+    def of_one_rank(trajectories: Sequence[Trajectory]) -> Responses:
+        """Responses that all lie on this rank, the only one."""
+        rows = {index: ResponseRow.of(each, 0) for index, each in enumerate(trajectories)}
         return Responses(rows, dict(enumerate(trajectories)))
 
     def __len__(self) -> int:

@@ -79,16 +79,13 @@ def read_batch_tensor(folder: Path, name: str) -> Tensor:
         return file.get_tensor(f"batch.{name}")
 
 
-def read_experience(
-    folder: Path, ranks: int, held: Sequence[int] | None = None, home_B: Tensor | None = None
-) -> Experience:
+def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None) -> Experience:
     """Read sequences that one or several ranks have written.
 
     Args:
         folder: folder of the files.
         ranks: number of files.
         held: indices of the sequences to read, ascending; None: all.
-        home_B: int32 ``[B]``, the ranks that hold the sequences now; None: every rank.
 
     Returns:
         The experience of these sequences.
@@ -98,7 +95,7 @@ def read_experience(
             no file.
     """
     try:
-        return _read(folder, ranks, held, home_B)
+        return _read(folder, ranks, held)
     except (SafetensorError, RuntimeError, IndexError) as error:  # tensors that do not fit together
         raise ValueError(f"{folder}: {error}") from error
 
@@ -125,9 +122,7 @@ def read_one_file(path: Path) -> Experience:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read(
-    folder: Path, ranks: int, held: Sequence[int] | None, home_B: Tensor | None
-) -> Experience:
+def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
     """See ``read_experience``."""
     with _opened(rank_file(folder, 0)) as file:
         about = parse_json((file.metadata() or {})["experience"])
@@ -156,8 +151,7 @@ def _read(
         tensors[name] = torch.cat([parts[i] for i in held]) if held else _nothing(folder, name)
     indices = torch.tensor(list(held), dtype=torch.int64)
     tensors[_HELD], tensors[_ENDS] = indices, cumulative(tensors["batch.lengths_B"][indices])
-    everywhere = torch.full_like(tensors["batch.home_B"], -1)
-    tensors["batch.home_B"] = everywhere if home_B is None else home_B
+    tensors["batch.home_B"] = torch.full_like(tensors["batch.home_B"], -1)  # every rank
     return _experience(tensors, about)
 
 

@@ -41,19 +41,16 @@ class Depths:
     full: Mapping[str, float]
 
 
-def quick_result(
-    case: RankCase, run: Callable[[RankCase], RankResult], vary_layers: bool = True
-) -> RankResult:
-    """Estimate the result of ``case`` from smaller runs.
+def quick_result(case: RankCase, run: Callable[[RankCase], RankResult]) -> RankResult:
+    """Estimate the result of ``case`` from runs with fewer layers and micro-batches.
 
     Args:
         case: the rank to simulate.
         run: simulates one case.
-        vary_layers: reduce layers and micro-batches; False: only micro-batches.
     """
     recipe = reduced_batch(case.recipe, case.world_size)
     fewer = replace(case, recipe=recipe)
-    depths = chunk_depths(case) if vary_layers else None
+    depths = chunk_depths(case)
     if depths is None:
         return scale_micro_batches(run(fewer), case.recipe, recipe)
     shallow, deep = (run(with_layers(fewer, n)) for n in (depths.first, depths.second))
