@@ -172,7 +172,7 @@ class _Partners:
     def __init__(self) -> None:
         self.sends: dict[Hashable, list[tuple[int, int, int, int]]] = {}
         self.receives: dict[Hashable, list[tuple[int, int, int, int]]] = {}
-        self.collectives: dict[tuple[Hashable, bool], dict[int, list[tuple[int, int]]]] = {}
+        self.collectives: dict[tuple[Hashable, bool], dict[int, list[tuple[int, int, int]]]] = {}
         self.members: dict[tuple[Hashable, bool], set[int]] = {}
 
     def add(self, rank: int, at: int, event: RankEvent, start: int, end: int) -> None:
@@ -180,7 +180,7 @@ class _Partners:
         if event.kind == "collective":
             group = event.group, event.on_host
             self.members.setdefault(group, set()).update(event.ranks)
-            self.collectives.setdefault(group, {}).setdefault(rank, []).append((start, end))
+            self.collectives.setdefault(group, {}).setdefault(rank, []).append((start, end, at))
             return
         sends = event.kind == "send"
         table, pair = (self.sends, (rank, event.peer)) if sends else (
@@ -214,10 +214,19 @@ class _Partners:
                 by_number = {names.ranks[rank]: count for rank, count in counts.items()}
                 return f"group {group[0]}: numbers of collectives differ between ranks: {by_number}"
             for parts in zip(*by_rank.values(), strict=True):
-                joined = graph.node(graph.place[parts[0][0]], *(start for start, _ in parts))
-                for _, end in parts:
+                places = [(rank, at) for rank, (_, _, at) in zip(by_rank, parts)]
+                first, *others = places
+                for place in others:
+                    if _event(lists, place).message != _event(lists, first).message:
+                        return f"{names.name(*place)} meets {names.name(*first)}"
+                joined = graph.node(graph.place[parts[0][0]], *(start for start, *_ in parts))
+                for _, end, _ in parts:
                     graph.edge(joined, end)
         return None
+
+
+def _event(lists: Sequence[Sequence[RankEvent]], place: tuple[int, int]) -> RankEvent:
+    return lists[place[0]][place[1]]
 
 
 class _Issue:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -12,6 +14,9 @@ from mppo.pipeline.actions import Action, Numbers
 from mppo.pipeline.links import Arriving, Links
 from mppo.pipeline.timeline import Recorder
 from mppo.supervision.phase import phase
+
+_ALLOCATE_AFTER = ("forward", "backward", "step")
+"""Kinds of actions after which the buffers of the receives up to the next one are allocated."""
 
 
 class ForwardWork(Protocol):
@@ -92,8 +97,11 @@ def carry_out(
     inputs: dict[Numbers, Arriving] = {}
     gradients: dict[Numbers, Arriving] = {}
     outgoing: dict[Numbers, Tensor | None] = {}
+    buffers: deque[Tensor] = deque()
     remaining, position, finished = actions, 0, True
     while position < len(remaining):
+        if position == 0 or remaining[position - 1].kind in _ALLOCATE_AFTER:
+            buffers += _allocate(remaining[position:], work, phase_names)
         action = remaining[position]
         role = cast("StageWork", work[action.role])
         numbers = action.numbers
@@ -103,9 +111,9 @@ def carry_out(
         with phase(phase_names[action.role]), recording:
             match action.kind:
                 case "receive_input":
-                    inputs[numbers] = links.receive_input(role.receive_buffer(i, j))
+                    inputs[numbers] = links.receive_input(buffers.popleft())
                 case "receive_gradient":
-                    gradients[numbers] = links.receive_gradient(role.receive_buffer(i, j))
+                    gradients[numbers] = links.receive_gradient(buffers.popleft())
                 case "forward":
                     received = _wait(inputs.pop(numbers, None), recorder)
                     outgoing[numbers] = role.forward(i, j, chunk, received)
@@ -127,6 +135,24 @@ def carry_out(
                         remaining, position, finished = rest_after(position - 1), 0, False
     links.finish()
     return finished
+
+
+def _allocate(
+    actions: Sequence[Action], work: Mapping[str, ForwardWork], phase_names: Mapping[str, str]
+) -> list[Tensor]:
+    """Allocate the buffers of the receives up to the next pass or step.
+
+    Call it when a pass or step has ended, ahead of its send: an allocation may wait for the whole
+    device. With a send under way it would wait for a neighbour, which may itself be waiting for
+    this stage's receive.
+    """
+    buffers: list[Tensor] = []
+    for action in takewhile(lambda each: each.kind not in _ALLOCATE_AFTER, actions):
+        if action.kind in ("receive_input", "receive_gradient"):
+            with phase(phase_names[action.role]):
+                _, i, j, _ = action.numbers
+                buffers.append(work[action.role].receive_buffer(i, j))
+    return buffers
 
 
 def _wait(arriving: Arriving | None, recorder: Recorder | None) -> Tensor | None:

@@ -41,7 +41,7 @@ class RankEvent(NamedTuple):
         on_host: of a communication: it runs beside the device (gloo), as soon as it is issued.
         batch: communications with the same number other than 0 that directly follow each other
             are one operation of the group's own communicator (``batch_isend_irecv``).
-        message: what a message is, such as shape and type; None: not known. Sender and receiver
+        message: what a communication carries, such as shape and type; None: not known. Its ranks
             must agree.
         label: describes the event in the report, such as its line of source.
     """
@@ -136,7 +136,7 @@ class _Meetings:
             key: the communicator, and for a message its direction.
             side: the rank.
             size: number of ranks.
-            content: the message, or the ranks; None: not known.
+            content: the message, or the ranks and what they sum; None: not known.
         """
         known, at = self._all.setdefault(key, []), self._joined.get((key, side), 0)
         self._joined[key, side] = at + 1
@@ -217,7 +217,8 @@ class _Rank:
         if event.batch:
             return False
         if kind == "collective":
-            meeting = self._meetings.join(group, here, len(event.ranks), event.ranks)
+            content = event.ranks, event.message
+            meeting = self._meetings.join(group, here, len(event.ranks), content)
         else:
             pair = (here, peer) if kind == "send" else (peer, here)
             meeting = self._meetings.join((group, pair), here, 2, event.message)

@@ -127,13 +127,27 @@ class _Stage:
         self._add(RankEvent("stream_wait", until=self._reductions.pop(action.role), label=action))
         ends = (0, self._stages - 1)
         if self._stages > 1 and self._stage in ends:
-            tied = self._add(RankEvent("collective", group="embedding", ranks=ends, label=action))
+            tied = self._sum("embedding", ends, action)
             self._add(RankEvent("stream_wait", until=tied, label=action))
         self._add(RankEvent("kernel", label=action))
-        norm = self._add(RankEvent("collective", group="norm", ranks=every, label=action))
+        norm = self._sum("norm", every, action)
         self._add(RankEvent("host_wait", label=action))
-        sums = RankEvent("collective", group="world", ranks=every, on_host=True, label=action)
-        self._norms[action.role] = norm, self._add(sums)
+        self._norms[action.role] = norm, self._sum("world", every, action, on_host=True)
+
+    def _sum(
+        self, group: str, ranks: tuple[int, ...], action: Action, on_host: bool = False
+    ) -> int:
+        message = action.role, action.mini_batch
+        return self._add(
+            RankEvent(
+                "collective",
+                group=group,
+                ranks=ranks,
+                on_host=on_host,
+                message=message,
+                label=action,
+            )
+        )
 
     def _step(self, action: Action) -> None:
         norm, statistics = self._norms.pop(action.role)

@@ -45,8 +45,8 @@ class Communicators:
     """Takes the place of ``torch.distributed`` in ``mppo.pipeline.links``.
 
     Args:
-        device_waits: every send is preceded by a wait for all messages, as if the pass before it
-            had waited for the whole device.
+        device_waits: all messages are awaited before every send, as if the pass before it had
+            waited for the whole device, and before the buffer of a receive is allocated.
     """
 
     Work = dist.Work
@@ -101,14 +101,24 @@ def _carry_out(issued: queue.SimpleQueue) -> None:
 @contextmanager
 def ordered_messages(device_waits: bool) -> Iterator[Communicators]:
     """Let the lists of this process exchange messages with NCCL's rules in this context."""
+    from mppo.models.role import Role
     from mppo.parallel import device
     from mppo.pipeline import links
 
     communicators = Communicators(device_waits)
     synchronize, links.dist = device.synchronize, communicators  # pyright: ignore
     device.synchronize = communicators.synchronize
+    allocate = Role.message_buffer
+
+    def wait_and_allocate(role, microbatch):
+        communicators.synchronize()
+        return allocate(role, microbatch)
+
+    if device_waits:
+        Role.message_buffer = wait_and_allocate
     try:
         yield communicators
         communicators.close()
     finally:
         links.dist, device.synchronize = dist, synchronize
+        Role.message_buffer = allocate

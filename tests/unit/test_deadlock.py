@@ -150,6 +150,18 @@ def test_communications_without_partner_are_named():
     )
 
 
+def test_sums_of_two_roles_that_meet_are_named():
+    both = (0, 1)
+    lists = [
+        [together(both, "norm", message=role, label=role) for role in order]
+        for order in (("actor", "critic"), ("critic", "actor"))
+    ]
+    hang = find_hang(lists, Rules())
+    assert hang is not None
+    assert "(critic) meets rank 0: collective in norm (actor)" in hang
+    assert find_hang([lists[0], lists[0]], Rules()) is None
+
+
 def test_messages_are_paired_by_their_order_alone():
     lists = [
         [send(1, message="x", label="x"), send(1, message="y", label="y")],
