@@ -72,11 +72,14 @@ class StreamedRole:
         self._optimizer = role.optimizer
         self._chunks = [cast("DistributedDataParallel", chunk) for chunk in role.chunks]
         self._running: _RunningMiniBatch | None = None
+        self._next: list[MicroBatch] | None = None
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """See ``ForwardWork``."""
-        return self.role.message_buffer(self._start_once(mini_batch).microbatches[micro_batch])
+        """See ``ForwardWork``. Does not start the mini-batch: a send may be about to follow."""
+        if self._running is not None and self._running.number == mini_batch:
+            return self.role.message_buffer(self._running.microbatches[micro_batch])
+        return self.role.message_buffer(self._cut_next()[micro_batch])
 
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
@@ -163,14 +166,21 @@ class StreamedRole:
         assert self._running.number == number
         return self._running
 
+    def _cut_next(self) -> list[MicroBatch]:
+        """Cut the mini-batch that starts next into this rank's micro-batches, once."""
+        if self._next is None:
+            with self.role.groups.active():
+                self._next = self.role.cut(self._mini_batches[0].batch, self._mini_batches[0].plan)
+        return self._next
+
     def _start(self, number: int) -> _RunningMiniBatch:
+        microbatches, self._next = self._cut_next(), None
         role, mini_batch = self.role, self._mini_batches.popleft()
         self._optimizer.wait_for_weights()
         with role.groups.active():
             for stage in role.stages:
                 stage.train()
             self._optimizer.zero_grad()
-            microbatches = role.cut(mini_batch.batch, mini_batch.plan)
             if role.routing:
                 role.routing.before_update(mini_batch.batch, mini_batch.plan, microbatches)
         head = partial(role.head, batch=mini_batch.batch, inputs=mini_batch.inputs)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from gpu_inputs import PROMPT_LENGTH, QUESTIONS
 from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN
-from gpu_report import Check, Mismatch, parser, report_checks
+from gpu_report import Check, Mismatch, parser, report_checks, simulated_peak
 from small_checks import Place, schedules, small_checks
 
 GPUS = 8
@@ -120,8 +119,10 @@ def training_check(name: str, folder: Path) -> Check:
         *TORCHRUN, f"--nproc_per_node={GPUS}", TRAIN, "--config", str(recipe_of(name)),
         *training_keys(name, folder),
     )  # fmt: skip
-    judge = partial(judge_training, run=f"run_{name}")
-    return Check(f"training {name}", "PPO with SGLang on the same GPUs", command, 1200, judge=judge)
+    run = folder / f"run_{name}"
+    judge = partial(judge_training, run=run.name)
+    shows = "PPO with SGLang on the same GPUs"
+    return Check(f"training {name}", shows, command, 1200, fresh=run, judge=judge)
 
 
 def simulation_check(name: str, folder: Path) -> Check:
@@ -141,9 +142,10 @@ def route_check(name: str, folder: Path, gpus: str) -> Check:
         *TORCHRUN, "--nproc_per_node=2", TRAIN, "--config",
         str(ROOT / "recipes" / "tiny_cpu_sglang.yaml"), *route_keys(name, folder), *ROUTES[name],
     )  # fmt: skip
-    judge = partial(judge_training, run=f"run_{name}")
+    run, place = folder / f"run_{name}", {"CUDA_VISIBLE_DEVICES": gpus}
+    judge = partial(judge_training, run=run.name)
     shows = "weights reach a server on the training GPUs by this route"
-    return Check(f"route {name}", shows, command, 900, {"CUDA_VISIBLE_DEVICES": gpus}, judge=judge)
+    return Check(f"route {name}", shows, command, 900, place, fresh=run, judge=judge)
 
 
 def route_keys(name: str, folder: Path) -> list[str]:
@@ -174,6 +176,7 @@ def distributed_check(folder: Path, port: int, secret: str) -> Check:
             "--host", "127.0.0.1", "--port", str(port), *keys,
         ),
         beside_environment={"CUDA_VISIBLE_DEVICES": "2", **shared},
+        fresh=folder / "run_distributed",
         judge=partial(judge_training, run="run_distributed"),
     )  # fmt: skip
 
@@ -233,11 +236,8 @@ def judge_memory(folder: Path, name: str) -> str:
     """Compare the peak that torch measured on rank 0 with the simulated one."""
     measured = steps_of(folder, f"run_{name}")[-1]["perf/max_memory_allocated_gb"]
     text = (folder / f"memory_{name}.log").read_text()
-    at = re.search(r"^largest moment: (.+?): .*trainer ([\d.]+)", text, re.MULTILINE)
-    if at is None:
-        raise Mismatch("the simulation printed no verdict")
-    simulated = float(at[2])
-    found = f"measured {measured:.2f} GiB, simulated {simulated:.2f} GiB ({at[1]})"
+    simulated, phase = simulated_peak(text)
+    found = f"measured {measured:.2f} GiB, simulated {simulated:.2f} GiB ({phase})"
     if abs(measured - simulated) > MEMORY_TOLERANCE * simulated:
         raise Mismatch(f"{found}: they differ by more than {MEMORY_TOLERANCE:.0%}")
     return found

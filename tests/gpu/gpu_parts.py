@@ -10,6 +10,7 @@ import gzip
 import json
 import multiprocessing
 import pickle
+import shutil
 import sys
 import time
 import warnings
@@ -180,9 +181,10 @@ def measured(folder: Path) -> str:
     from mppo.train import main
 
     keys = [*measured_keys(folder), "trainer.profile={steps: [2], ranks: [0]}"]
+    run = folder / "run_measured"
+    shutil.rmtree(run, ignore_errors=True)  # a finished run does nothing when it is started again
     code = main(["--config", str(MEASURED), *keys])
     assert code == 0, f"training ended with {code}"
-    run = folder / "run_measured"
     steps = steps_of(run)
     with gzip.open(run / "profile" / "step_2_rank_0.json.gz", "rt") as stream:
         events = json.load(stream)["traceEvents"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,8 @@ class Check:
         environment: variables for the command.
         beside: a server's command that runs beside it and is ended with it.
         beside_environment: variables for the server.
+        fresh: the run folder that the check writes; an earlier one is deleted first, since a run
+            that has finished does nothing when it is started again.
         judge: reads the check's results after the command's success and describes them in one line;
             raises ``Mismatch`` if they are wrong.
     """
@@ -46,6 +50,7 @@ class Check:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Sequence[str] = ()
     beside_environment: Mapping[str, str] = field(default_factory=dict)
+    fresh: Path | None = None
     judge: Callable[[Path], str] | None = None
 
     def log(self, folder: Path) -> Path:
@@ -147,6 +152,8 @@ class _Running:
         self._began = time.monotonic()
         log = check.log(folder)
         self._beside = None
+        if check.fresh is not None:
+            shutil.rmtree(check.fresh, ignore_errors=True)
         if check.beside:
             self._beside = _start(
                 check.beside, log.with_suffix(".server.log"), check.beside_environment
@@ -190,8 +197,12 @@ def _start(
         )  # fmt: skip
 
 
-def _end(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
-    """End a process and what it has started: politely, then by force."""
+def _end(process: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
+    """End a process and what it has started: politely, then by force.
+
+    torchrun itself waits 30 s for its ranks, which are in sessions of their own, before it kills
+    them: this must wait longer.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -202,6 +213,19 @@ def _end(process: subprocess.Popen[bytes], patience_s: float = 30.0) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+
+
+def simulated_peak(log: str) -> tuple[float, str]:
+    """The highest peak among the phases that ``mppo-simulate`` printed, in GiB, and its phase.
+
+    Raises:
+        Mismatch: the log has no table of phases.
+    """
+    table = re.search(r"^phase +peak .*\n((?:.+ {2,}[\d.]+ .*\n?)+)", log, re.MULTILINE)
+    if table is None:
+        raise Mismatch("the simulation printed no peaks")
+    rows = (re.match(r"(.+?) {2,}([\d.]+) ", f"{row} ") for row in table[1].splitlines())
+    return max((float(row[2]), row[1]) for row in rows if row is not None)
 
 
 def selected(stages: list[list[Check]], names: Sequence[str] | None) -> list[list[Check]]:

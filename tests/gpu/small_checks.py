@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN
-from gpu_report import Check, Mismatch
+from gpu_report import Check, Mismatch, simulated_peak
 
 LIMIT_S = 120.0
 """Seconds after which a check has failed."""
@@ -128,17 +127,21 @@ def training(
     place: Place,
     keys: Sequence[str] = (),
     device: str | None = None,
-    run: Path | None = None,
+    begun: Path | None = None,
     **judged: Any,
 ) -> Check:
-    """Steps of four models on two ranks: actor TP2, critic PP2, reference DP2, reward model CP2."""
-    run = run or run_folder(place, name)
+    """Steps of four models on two ranks: actor TP2, critic PP2, reference DP2, reward model CP2.
+
+    ``begun`` is the folder of an earlier check's run, which goes on.
+    """
+    run = begun or run_folder(place, name)
     command = (
         *TORCHRUN, "--nproc_per_node=2", TRAIN, "--config", FOUR_MODELS,
         f"trainer.default_local_dir={run}", *SHORT, *keys,
     )  # fmt: skip
     judge = partial(judge_training, run=run, **judged)
-    return Check(name, shows, command, LIMIT_S, place.environment(device), judge=judge)
+    fresh = None if begun else run
+    return Check(name, shows, command, LIMIT_S, place.environment(device), fresh=fresh, judge=judge)
 
 
 def run_folder(place: Place, name: str) -> Path:
@@ -151,7 +154,6 @@ def small_checks(place: Place) -> list[list[Check]]:
     reference, replayed = run_folder(place, "train cpu"), run_folder(place, "replay")
     replay = f"trainer.replay={reference}"
     seam = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rs", str(HERE))
-    again = partial(training, place=place, run=run_folder(place, "resume"))
     checks = [
         part("machine", "versions, bandwidths and products of matrices", place),
         Check("device seam", "tests/gpu pass", seam, 120, place.environment(), judge=judge_pytest),
@@ -168,9 +170,10 @@ def small_checks(place: Place) -> list[list[Check]]:
                  like=reference, relative=RELATIVE),
         training("offload", "parts on the host between phases change nothing", place,
                  [replay, *OFFLOAD], like=replayed),
-        again("half", "two steps, saved",
-              keys=[replay, "trainer.save_freq=2", "trainer.total_training_steps=2"], steps=2),
-        again("resume", "a resumed run repeats the third step", keys=[replay], like=replayed),
+        training("half", "two steps, saved", place,
+                 [replay, "trainer.save_freq=2", "trainer.total_training_steps=2"], steps=2),
+        training("resume", "a resumed run repeats the third step", place, [replay],
+                 begun=run_folder(place, "half"), like=replayed),
         part("model", "inputs of the next checks", place),
         part("measured", "memory, operations and waits of a step", place),
         simulated(place),
@@ -276,11 +279,9 @@ def judge_training(
 def judge_simulated(folder: Path, compare: bool) -> str:
     """Compare the peak of memory, and show operations and waits of both."""
     text = (folder / "simulated.log").read_text()
-    at = re.search(r"^largest moment: (.+?): .*trainer ([\d.]+)", text, re.MULTILINE)
-    if at is None:
-        raise Mismatch("the simulation printed no verdict")
-    simulated, measured = float(at[2]), json.loads((folder / "measured.json").read_text())
-    found = f"peak simulated {simulated:.2f} GiB ({at[1]}), measured {measured['peak_gib']:.2f}"
+    simulated, phase = simulated_peak(text)
+    measured = json.loads((folder / "measured.json").read_text())
+    found = f"peak simulated {simulated:.2f} GiB ({phase}), measured {measured['peak_gib']:.2f}"
     found += f"; kernels measured {measured['kernels']}, host waits {measured['waits']}"
     if compare and abs(measured["peak_gib"] - simulated) > 0.1 * simulated:
         raise Mismatch(f"{found}: they differ by more than 10%")

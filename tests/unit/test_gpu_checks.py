@@ -237,12 +237,19 @@ def test_a_training_run_is_judged_by_the_difference_of_server_and_actor(tmp_path
     write(0.0, 0.0)
     (tmp_path / "run").rename(tmp_path / "run_dense")
     log = tmp_path / "memory_dense.log"
-    verdict = "largest moment: weight sync: 31.20 GiB of 79.18 GiB (x): trainer {}, CUDA context 1"
-    log.write_text(verdict.format("21.50"))
-    assert "measured 22.00 GiB, simulated 21.50 GiB (weight sync)" in judge_memory(
+    table = (
+        "phase           peak   reached at                      contents\n"
+        "updating actor  {}  mppo/models/optimizer.py:130    actor gradients 1.00\n"
+        "generation      11.73                                  actor weights 2.00\n"
+        "phase           micro-batches  operations  each   waits  each  GiB moved\n"
+        "updating actor  32             54,560      1,705  33     1.0   1452.51\n"
+        "largest moment: generation: 31.20 GiB of 79.18 GiB (x): trainer 11.73, CUDA context 1\n"
+    )
+    log.write_text(table.format("21.50"))
+    assert "measured 22.00 GiB, simulated 21.50 GiB (updating actor)" in judge_memory(
         tmp_path, "dense"
     )
-    for wrong in (verdict.format("18.00"), "nothing"):
+    for wrong in (table.format("18.00"), "nothing"):
         log.write_text(wrong)
         with pytest.raises(Mismatch):
             judge_memory(tmp_path, "dense")
