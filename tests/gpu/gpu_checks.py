@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     folder = arguments.out.absolute()
     checks = all_stages(folder, free_port(), os.urandom(16).hex())
-    return report_checks(checks, folder, arguments.only)
+    return report_checks(checks, folder, arguments.only, arguments.commit)
 
 
 if __name__ == "__main__":

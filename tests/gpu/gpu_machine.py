@@ -18,8 +18,8 @@ PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-eng
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def describe_machine() -> dict[str, str]:
-    """GPUs, driver and versions."""
+def describe_machine(commit: str = "") -> dict[str, str]:
+    """GPUs, driver and versions; the commit is git's, or ``commit`` where git cannot tell."""
 
     def output(*command: str) -> str:
         if shutil.which(command[0]) is None:
@@ -28,7 +28,7 @@ def describe_machine() -> dict[str, str]:
 
     query = "--query-gpu=name,memory.total,driver_version"
     gpus = output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or commit
 
     def version(package: str) -> str:
         try:

@@ -9,8 +9,10 @@ import base64
 import gzip
 import json
 import multiprocessing
+import os
 import pickle
 import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -63,6 +65,36 @@ def machine(folder: Path) -> str:
         f"memory, {size / up / 1e9:.1f} back; product of {side} in bfloat16 "
         f"{2 * side**3 / product / 1e12:.1f} TFLOP/s; {1e6 * launch:.1f} us per small operation"
     )
+
+
+def rules(folder: Path) -> str:
+    """What hardware queues and calls of the host wait for, with several settings."""
+    found = {}
+    for queues, loading, allocator in (
+        ("1", "EAGER", ""),
+        ("1", "EAGER", "expandable_segments:True"),
+        ("8", "EAGER", ""),
+        ("32", "EAGER", ""),
+        ("32", "LAZY", ""),
+    ):
+        setting = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": queues,
+            "CUDA_MODULE_LOADING": loading,
+            "PYTORCH_ALLOC_CONF": allocator,
+        }
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("cuda_rules.py"))],
+            env={**os.environ, **setting}, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        name = " ".join(filter(None, (queues, loading, allocator)))
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, found[name], flush=True)
+    (folder / "rules.json").write_text(json.dumps(found, indent=1))
+    for name, result in found.items():
+        assert not result["busy alone"], f"{name}: streams wait for a kernel that runs on another"
+    behind = {name: len(result["busy, one behind it"]) for name, result in found.items()}
+    calls = [call for call, waits in found["1 EAGER"]["waits"].items() if waits is True]
+    return f"streams that wait behind an operation that waits: {behind}; waits: {', '.join(calls)}"
 
 
 def schedules(folder: Path) -> str:
@@ -209,14 +241,14 @@ def measured(folder: Path) -> str:
     )
 
 
-PARTS = {part.__name__: part for part in (machine, schedules, ipc, model, measured)}
+PARTS = {part.__name__: part for part in (machine, rules, schedules, ipc, model, measured)}
 
 
 def main() -> int:
     """Run a part."""
     warnings.simplefilter("ignore")
     name, folder = sys.argv[1], Path(sys.argv[2])
-    if name != "measured":  # which is a program that does this itself
+    if name not in ("rules", "measured"):  # which are programs that do this themselves
         device.prepare_megatron()
         if name != "schedules":
             device.select(0, 1)

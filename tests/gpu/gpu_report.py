@@ -88,17 +88,21 @@ def parser(prog: str, text: str) -> argparse.ArgumentParser:
         prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder for results")
+    made.add_argument("--commit", default="", help="commit of these files, where git cannot tell")
     made.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain NAME")
     return made
 
 
-def report_checks(stages: list[list[Check]], folder: Path, only: Sequence[str] | None) -> int:
+def report_checks(
+    stages: list[list[Check]], folder: Path, only: Sequence[str] | None, commit: str
+) -> int:
     """Run the chosen checks, write the report, print a line for each.
 
     Args:
         stages: all checks; those of a stage run at the same time.
         folder: where the report and the checks' results are written.
         only: parts of the names of the chosen checks; None: all.
+        commit: of these files, where git cannot tell.
 
     Returns:
         The exit code: 0 if all checks pass, 1 if one fails, 2 if none is chosen.
@@ -108,7 +112,7 @@ def report_checks(stages: list[list[Check]], folder: Path, only: Sequence[str] |
         print(f"mppo: --only {' '.join(only or ())}: no check has such a name", file=sys.stderr)
         return 2
     (folder / "numbers").mkdir(parents=True, exist_ok=True)
-    machine, report = describe_machine(), folder / "report.md"
+    machine, report = describe_machine(commit), folder / "report.md"
 
     def write(results: Sequence[Result]) -> None:
         report.write_text(report_text(machine, results))

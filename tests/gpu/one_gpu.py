@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     folder = arguments.out.absolute()
     checks = small_checks(Place(folder, arguments.device, share=True))
-    return report_checks(checks, folder, arguments.only)
+    return report_checks(checks, folder, arguments.only, arguments.commit)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,13 @@ class Place:
     device: str
     share: bool = False
 
-    def environment(self, device: str | None = None, allocator: str = "") -> dict[str, str]:
-        """Variables of a check's processes, perhaps on another device."""
+    def environment(
+        self, ranks: int, device: str | None = None, allocator: str = ""
+    ) -> dict[str, str]:
+        """Variables of a check's processes, perhaps on another device.
+
+        One rank has its GPU for itself, and NCCL as on a cluster.
+        """
         paths = [str(ROOT / part) for part in ("", "tests", "tests/distributed")]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         found = {
@@ -90,7 +95,7 @@ class Place:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        if self.share and found["MPPO_DEVICE"] == "cuda":
+        if self.share and ranks > 1 and found["MPPO_DEVICE"] == "cuda":
             found["MPPO_SHARE_GPU"] = "1"
         if allocator:
             found["PYTORCH_ALLOC_CONF"] = allocator
@@ -101,7 +106,7 @@ def part(name: str, shows: str, place: Place, ranks: int = 0, allocator: str = "
     """A function of gpu_parts.py, in one process or under torchrun."""
     start = (*TORCHRUN, f"--nproc_per_node={ranks}") if ranks else (sys.executable,)
     command = (*start, str(HERE / "gpu_parts.py"), name.split()[0], str(place.folder))
-    environment = place.environment(allocator=allocator)
+    environment = place.environment(ranks or 1, allocator=allocator)
     return Check(name, shows, command, LIMIT_S, environment, judge=partial(judge_found, name=name))
 
 
@@ -118,7 +123,9 @@ def numbers(kind: str, place: Place) -> Check:
     shows, judge = "4 ranks on GPUs compute the numbers of CPUs", judge_numbers
     if kind == "cpu":
         shows, judge = "reference for the next check", None
-    return Check(f"numbers {kind}", shows, command, LIMIT_S, place.environment(kind), judge=judge)
+    return Check(
+        f"numbers {kind}", shows, command, LIMIT_S, place.environment(4, kind), judge=judge
+    )
 
 
 def training(
@@ -141,7 +148,9 @@ def training(
     )  # fmt: skip
     judge = partial(judge_training, run=run, **judged)
     fresh = None if begun else run
-    return Check(name, shows, command, LIMIT_S, place.environment(device), fresh=fresh, judge=judge)
+    return Check(
+        name, shows, command, LIMIT_S, place.environment(2, device), fresh=fresh, judge=judge
+    )
 
 
 def run_folder(place: Place, name: str) -> Path:
@@ -150,35 +159,49 @@ def run_folder(place: Place, name: str) -> Path:
 
 
 def small_checks(place: Place) -> list[list[Check]]:
-    """The checks, in the order in which a first run on a GPU most likely fails."""
+    """The checks in stages, in the order in which a first run on a GPU most likely fails.
+
+    Checks of a stage run at the same time if ranks share a GPU; measurements are alone.
+    """
     reference, replayed = run_folder(place, "train cpu"), run_folder(place, "replay")
     replay = f"trainer.replay={reference}"
     seam = (sys.executable, "-m", "pytest", "-o", "addopts=", "-rs", str(HERE))
-    checks = [
-        part("machine", "versions, bandwidths and products of matrices", place),
-        Check("device seam", "tests/gpu pass", seam, 120, place.environment(), judge=judge_pytest),
-        schedules(place, 2),
-        part("ipc plain", "another process reads a bucket by CUDA IPC", place),
-        part("ipc segments", "also beside expandable segments", place,
-             allocator="expandable_segments:True"),
-        numbers("cpu", place),
-        *([numbers("cuda", place)] if place.device == "cuda" else []),
-        training("train", "four models generate and train", place),
-        training("train cpu", "reference for the next checks", place,
-                 ["trainer.dump_rollouts=true"], device="cpu"),
-        training("replay", "the GPU repeats the CPU's steps", place, [replay],
-                 like=reference, relative=RELATIVE),
-        training("offload", "parts on the host between phases change nothing", place,
-                 [replay, *OFFLOAD], like=replayed),
-        training("half", "two steps, saved", place,
-                 [replay, "trainer.save_freq=2", "trainer.total_training_steps=2"], steps=2),
-        training("resume", "a resumed run repeats the third step", place, [replay],
-                 begun=run_folder(place, "half"), like=replayed),
-        part("model", "inputs of the next checks", place),
-        part("measured", "memory, operations and waits of a step", place),
-        simulated(place),
+    cuda = place.device == "cuda"
+    stages = [
+        [part("machine", "versions, bandwidths and products of matrices", place)],
+        *([[part("rules", "what streams and calls of the host wait for", place)]] if cuda else []),
+        [
+            Check("device seam", "tests/gpu pass", seam, LIMIT_S, place.environment(1),
+                  judge=judge_pytest),
+            schedules(place, 2),
+            part("ipc plain", "another process reads a bucket by CUDA IPC", place),
+            part("ipc segments", "also beside expandable segments", place,
+                 allocator="expandable_segments:True"),
+            numbers("cpu", place),
+            training("train cpu", "reference for the next checks", place,
+                     ["trainer.dump_rollouts=true"], device="cpu"),
+            part("model", "inputs of the next checks", place),
+        ],
+        [part("measured", "memory, operations and waits of a step", place)],
+        [
+            *([numbers("cuda", place)] if cuda else []),
+            training("train", "four models generate and train", place),
+            training("replay", "the GPU repeats the CPU's steps", place, [replay],
+                     like=reference, relative=RELATIVE),
+            simulated(place),
+        ],
+        [
+            training("offload", "parts on the host between phases change nothing", place,
+                     [replay, *OFFLOAD], like=replayed),
+            training("half", "two steps, saved", place,
+                     [replay, "trainer.save_freq=2", "trainer.total_training_steps=2"], steps=2),
+        ],
+        [
+            training("resume", "a resumed run repeats the third step", place, [replay],
+                     begun=run_folder(place, "half"), like=replayed),
+        ],
     ]  # fmt: skip
-    return [[check] for check in checks]
+    return stages if place.share else [[check] for stage in stages for check in stage]
 
 
 def measured_keys(folder: Path) -> list[str]:
@@ -198,7 +221,7 @@ def simulated(place: Place) -> Check:
         sys.executable, "-m", "mppo.simulate", str(MEASURED), "--world-size", "1",
         *measured_keys(place.folder),
     )  # fmt: skip
-    paths = {"PYTHONPATH": place.environment()["PYTHONPATH"]}
+    paths = {"PYTHONPATH": place.environment(1)["PYTHONPATH"]}
     judge = partial(judge_simulated, compare=place.device == "cuda")
     shows = "the simulation has the measured memory, operations and waits"
     return Check("simulated", shows, command, LIMIT_S, {**NO_GPU, **paths}, judge=judge)

@@ -172,11 +172,14 @@ def test_checks_are_chosen_by_name(tmp_path):
 
 
 def test_one_gpu_is_shared_and_several_are_not(tmp_path):
-    (shared,) = selected(small_checks(Place(tmp_path, "cuda", share=True)), ["numbers cuda"])
-    (alone,) = selected(small_checks(Place(tmp_path, "cuda")), ["numbers cuda"])
-    assert shared[0].environment["MPPO_SHARE_GPU"] == "1"
-    assert "MPPO_SHARE_GPU" not in alone[0].environment
-    on_cpu = [check for (check,) in small_checks(Place(tmp_path, "cpu", share=True))]
+    chosen = ["numbers cuda", "measured"]
+    measured, of_four = selected(small_checks(Place(tmp_path, "cuda", share=True)), chosen)
+    _, (alone,) = selected(small_checks(Place(tmp_path, "cuda")), chosen)
+    assert of_four[0].environment["MPPO_SHARE_GPU"] == "1"
+    assert "MPPO_SHARE_GPU" not in measured[0].environment, "one rank has NCCL"
+    assert "MPPO_SHARE_GPU" not in alone.environment
+    stages = small_checks(Place(tmp_path, "cpu", share=True))
+    on_cpu = [check for stage in stages for check in stage]
     assert all("MPPO_SHARE_GPU" not in check.environment for check in on_cpu)
     assert sum(check.limit_s for check in on_cpu) == 120 * len(on_cpu)
 
