@@ -66,9 +66,7 @@ def make_pass(rank: int, world: int, name: str, exchange: str, length: int):
 
     key, value = WIDTHS[name]
     attention = build_attention(world, exchange)
-    packing = pack_context(
-        split_context([length], ContextPlace(world, rank), 1), torch.device("cpu")
-    )
+    packing = pack_context(split_context([length], ContextPlace(world, rank), 1))
     tokens = len(packing.positions)
     qkv = [torch.randn(tokens, 1, GROUPS, width, requires_grad=True) for width in (key, key, value)]
 

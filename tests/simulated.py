@@ -169,7 +169,7 @@ def loaded(path: str, *overrides: str) -> RankCase:
 def targets_left_on_the_host() -> None:
     from mppo.trainer.update import objectives
 
-    objectives.to_device = lambda targets, device: targets
+    objectives.on_device = lambda targets: targets
 
 
 def tokens_not_moved() -> None:

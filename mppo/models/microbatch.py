@@ -12,6 +12,7 @@ from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_tok
 from mppo.batch import Sequences
 from mppo.models.attention.context import ContextPlace, split_context
 from mppo.models.attention.packing import Packing, pack_context, pack_sequences
+from mppo.parallel.device import copied
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class MicroBatch:
             ``logits_to_keep`` ``[N]`` is the token of the ``t`` that predicts each response token.
         target_N: int64 ``[N]``, the response tokens.
         index_N: int64 ``[N]`` (device), position of each response token in the ``T``.
+        host_index_N: the same on the CPU.
+        origin_t: int64 ``[t]`` (CPU), ``packing.origin``.
         num_tokens: T.
         indices: the sequences, as indices into the batch.
     """
@@ -36,6 +39,8 @@ class MicroBatch:
     packing: Packing
     target_N: Tensor
     index_N: Tensor
+    host_index_N: Tensor
+    origin_t: Tensor
     num_tokens: int
     indices: tuple[int, ...]
 
@@ -52,7 +57,7 @@ class MicroBatch:
 
     def predicted_in(self, batch: Sequences) -> Tensor:
         """Indices of its response tokens in that batch: int64 ``[N]`` (CPU)."""
-        return self.tokens_in(batch)[self.index_N.cpu()]
+        return self.tokens_in(batch)[self.host_index_N]
 
 
 def select_held(batch: Sequences, numbers: Sequence[int]) -> Sequences:
@@ -79,7 +84,6 @@ def cut(
     batch: Sequences,
     indices: Sequence[int],
     multiple: int,
-    device: torch.device,
     mask_T: Tensor,
     context: ContextPlace | None = None,
     merge_rows: bool = True,
@@ -90,25 +94,24 @@ def cut(
         batch: the batch, on the CPU, which holds these sequences.
         indices: the sequences; an empty list gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
-        device: the model's device.
         mask_T: float ``[T]`` of the batch, 1 on the tokens to predict.
         context: this rank's place in its context-parallel group; None without context parallelism.
         merge_rows: ``merge`` of ``split_context``.
 
     Returns:
-        The micro-batch.
+        The micro-batch, on this rank's device.
     """
     chosen = batch.places(indices)
     lengths = batch.cu_seqlens.diff()[chosen]
     tokens_T = select_sequences(batch.tokens_T, batch.cu_seqlens, chosen)
     mask_T = select_sequences(mask_T, batch.cu_seqlens, chosen)
     if context is None:
-        packing = _pack_sequences(lengths, multiple, device)
+        packing = _pack_sequences(lengths, multiple)
     else:
         split = split_context(lengths.tolist(), context, multiple, merge_rows)
-        packing = pack_context(split, device)
+        packing = pack_context(split)
     # from the T tokens to the model's t, where padding (origin -1) reads the appended token 0
-    origin_t = packing.origin.cpu()
+    origin_t = packing.origin
     tokens_t = torch.cat([tokens_T, tokens_T.new_zeros(1)])[origin_t]
     # the inverse: index among the t of each of the T, -1 for tokens of other context-parallel ranks
     slot_T = torch.full((len(tokens_T) + 1,), -1)
@@ -116,12 +119,15 @@ def cut(
     # token i is predicted by the output of token i - 1, so the rank that holds i - 1 computes it
     index_N = mask_T.nonzero()[:, 0]
     index_N = index_N[slot_T[index_N - 1] >= 0]
-    packing.logits_to_keep = slot_T[index_N - 1].to(device)
+    packing.logits_to_keep = slot_T[index_N - 1]
+    there = copied([tokens_t, tokens_T[index_N], index_N, *packing.tensors()])
     return MicroBatch(
-        tokens_t=tokens_t.to(device),
-        packing=packing,
-        target_N=tokens_T[index_N].to(device),
-        index_N=index_N.to(device),
+        tokens_t=there[0],
+        packing=packing.with_tensors(there[3:]),
+        target_N=there[1],
+        index_N=there[2],
+        host_index_N=index_N,
+        origin_t=origin_t,
         num_tokens=len(tokens_T),
         indices=tuple(indices),
     )
@@ -132,8 +138,8 @@ def padding_tokens(total: int, multiple: int) -> int:
     return -total % multiple if total else multiple
 
 
-def _pack_sequences(lengths: Tensor, multiple: int, device: torch.device) -> Packing:
+def _pack_sequences(lengths: Tensor, multiple: int) -> Packing:
     """Pack complete sequences; padding becomes a sequence of its own."""
     padding = padding_tokens(int(lengths.sum()), multiple)
     padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
-    return pack_sequences(torch.tensor([0, *padded]).cumsum(0), device, padding)
+    return pack_sequences(torch.tensor([0, *padded]).cumsum(0), padding)

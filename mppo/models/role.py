@@ -277,8 +277,7 @@ class Role:
         merge = not self.stages[0].uses_transformer_engine
         mask_T = self.predicted_mask_T(batch)
         return [
-            cut(batch, indices, self.token_multiple, device.device(), mask_T, context, merge)
-            for indices in mine
+            cut(batch, indices, self.token_multiple, mask_T, context, merge) for indices in mine
         ]
 
     def message_shape(self, microbatch: MicroBatch) -> tuple[int, int, int]:

@@ -213,6 +213,28 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
     return content
 
 
+def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of CPU tensors on this rank's GPU; on the CPU the tensors themselves.
+
+    There is one copy per dtype, from pinned memory, so that the host does not wait: CUDA copies
+    ordinary memory only while the host waits for all that the current stream holds.
+
+    Returns:
+        Views of one tensor per dtype, in the order of ``tensors``.
+    """
+    if not is_cuda():
+        return list(tensors)
+    found: dict[int, torch.Tensor] = {}
+    for dtype in {x.dtype: None for x in tensors}:
+        members = [number for number, x in enumerate(tensors) if x.dtype == dtype]
+        lengths = [tensors[number].numel() for number in members]
+        staged = torch.empty(sum(lengths), dtype=dtype, pin_memory=True)
+        torch.cat([tensors[number].flatten() for number in members], out=staged)
+        parts = staged.to(device(), non_blocking=True).split(lengths)
+        found |= {n: part.view(tensors[n].shape) for n, part in zip(members, parts, strict=True)}
+    return [found[number] for number in range(len(tensors))]
+
+
 def _no_host_memory(nbytes: int, why: str) -> str:
     return (
         f"{nbytes / 2**30:.1f} GiB of host memory for parts of a model could not be allocated "

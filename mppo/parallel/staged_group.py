@@ -99,6 +99,14 @@ class StagedGroup(dist.ProcessGroup):
         """Whether gloo gets a copy of a tensor."""
         return tensor.is_cuda
 
+    @property
+    def group_name(self) -> str:
+        """Its name; torch's own property asks for a backend in C++."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch.autograd.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
@@ -88,7 +89,7 @@ class Run:
         Copies of parts of roles on their own stream may outlast it.
         """
         start = time.perf_counter()
-        with phase(name, step):
+        with phase(name, step), record_function(name):
             yield
         device.wait_for_stream(device.device())
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

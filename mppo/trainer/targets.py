@@ -21,6 +21,7 @@ from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_tok
 from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.batch import Experience
 from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
+from mppo.parallel.device import copied
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,31 @@ class ValueTargets:
 Targets = TypeVar("Targets", PolicyTargets, ValueTargets)
 
 
-def select_targets(targets: Targets, indices: Sequence[int] | Tensor) -> Targets:
-    """Select sequences by their position in ``targets``, in the order of ``indices``."""
-    where_T = sequence_token_indices(targets.cu_seqlens, indices)  # once: it waits for the GPU
-    changes = {
-        field.name: getattr(targets, field.name)[where_T]
-        for field in fields(targets)
-        if field.name != "cu_seqlens"
-    }
-    return replace(targets, cu_seqlens=select_cu_seqlens(targets.cu_seqlens, indices), **changes)
+def on_device(targets: Targets) -> Targets:
+    """Copy the targets' tokens to this rank's device; ``cu_seqlens`` stays on the CPU."""
+    names = _per_token(targets)
+    moved = copied([getattr(targets, name) for name in names])
+    return replace(targets, **dict(zip(names, moved, strict=True)))
 
 
-def to_device(targets: Targets, device: torch.device | str) -> Targets:
-    """Move targets to ``device``."""
-    return replace(
-        targets,
-        **{field.name: getattr(targets, field.name).to(device) for field in fields(targets)},
-    )
+def select_targets(targets: Targets, indices: Sequence[int]) -> Targets:
+    """Select sequences by their position in ``targets``, in the order of ``indices``.
+
+    Args:
+        targets: as ``on_device`` returns them.
+        indices: positions of sequences.
+
+    Returns:
+        The sequences' targets, with ``cu_seqlens`` too on this rank's device.
+    """
+    where_T = sequence_token_indices(targets.cu_seqlens, indices)
+    where_T, cu_seqlens = copied([where_T, select_cu_seqlens(targets.cu_seqlens, indices)])
+    changes = {name: getattr(targets, name)[where_T] for name in _per_token(targets)}
+    return replace(targets, cu_seqlens=cu_seqlens, **changes)
+
+
+def _per_token(targets: PolicyTargets | ValueTargets) -> list[str]:
+    return [field.name for field in fields(targets) if field.name != "cu_seqlens"]
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
     def loss(outputs, indices):
         for output, complete in zip(tensors_of(outputs), before, strict=True):
             expected = select_sequences(complete, batch.cu_seqlens, list(indices))
-            torch.testing.assert_close(output.detach().float(), expected, atol=1e-6, rtol=0)
+            found = output.detach().float().cpu()
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
         return loss_of(outputs, indices)
 
     loss.statistics = loss_of.statistics

@@ -15,6 +15,7 @@ from layout_case import Case, compare, run_case
 from ranks import start_ranks
 from torch.distributed import distributed_c10d
 
+from mppo.parallel.collectives import wait_for_ranks
 from mppo.parallel.staged_group import StagedGroup, register
 
 WORLD = 4
@@ -103,6 +104,7 @@ def operations(rank: int) -> dict[str, list[torch.Tensor]]:
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(WORLD)]
     dist.barrier()
+    wait_for_ranks(WORLD)
     return found
 
 

@@ -138,7 +138,7 @@ def whole_logits(stages, layout, groups, config, packed: list[torch.Tensor]) -> 
     from mppo.models.attention.packing import pack_sequences
 
     tokens = torch.cat(packed)
-    packing = pack_sequences(torch.tensor([0, *map(len, packed)]).cumsum(0), torch.device("cpu"))
+    packing = pack_sequences(torch.tensor([0, *map(len, packed)]).cumsum(0))
     hidden = None
     for virtual in range(layout.pp * layout.vpp):
         chunk, owner = divmod(virtual, layout.pp)

@@ -6,7 +6,6 @@ Each prints its result as a line ``found: ...``.
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import multiprocessing
 import os
@@ -16,17 +15,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from mppo.parallel import device
-
-_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the CUDA runtime in which the host waits for the GPU."""
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
@@ -71,10 +67,8 @@ def rules(folder: Path) -> str:
     """What hardware queues and calls of the host wait for, with several settings."""
     found = {}
     for queues, loading, allocator in (
-        ("1", "EAGER", ""),
         ("1", "EAGER", "expandable_segments:True"),
         ("8", "EAGER", ""),
-        ("32", "EAGER", ""),
         ("32", "LAZY", ""),
     ):
         setting = {
@@ -93,8 +87,11 @@ def rules(folder: Path) -> str:
     for name, result in found.items():
         assert not result["busy alone"], f"{name}: streams wait for a kernel that runs on another"
     behind = {name: len(result["busy, one behind it"]) for name, result in found.items()}
-    calls = [call for call, waits in found["1 EAGER"]["waits"].items() if waits is True]
-    return f"streams that wait behind an operation that waits: {behind}; waits: {', '.join(calls)}"
+    waits = {
+        name: [call for call, waits in result["waits"].items() if waits is not False]
+        for name, result in found.items()
+    }
+    return f"streams that wait behind an operation that waits: {behind}; calls that wait: {waits}"
 
 
 def schedules(folder: Path) -> str:
@@ -162,6 +159,13 @@ def _read_bucket(payload: str, names: list[str], answers: Any) -> None:
 
     if device.is_cuda():
         torch.cuda.init()
+        plain = reductions.rebuild_cuda_tensor
+
+        def rebuild(*arguments: Any) -> torch.Tensor:  # as SGLang's receiver does
+            assert arguments[6].removeprefix("GPU-") == device.gpu_uuid()
+            return plain(*arguments[:6], torch.cuda.current_device(), *arguments[7:])
+
+        reductions.rebuild_cuda_tensor = rebuild
     received = dict(pickle.loads(base64.b64decode(payload)))
     table = json.loads(received[TABLE].cpu().numpy().tobytes())
     bucket = WeightBucket(BucketLayout.from_json(table["layout"]), received[BYTES])
@@ -195,60 +199,105 @@ def ipc(folder: Path) -> str:
     return f"{buffer.layout.nbytes / 2**20:.0f} MiB filled in {1e3 * filled:.1f} ms, read equal"
 
 
-def model(folder: Path) -> str:
-    """The model and the questions of the measured step."""
+def models(folder: Path) -> str:
+    """The models and the questions of the measured steps."""
     from gpu_inputs import write_model, write_questions
-    from small_checks import CHANGED, MODEL
+    from small_checks import MEASURED_STEPS, SMALL
 
-    (folder / "inputs").mkdir(exist_ok=True)
-    write_questions(folder / "inputs", 64)
-    changed = CHANGED[device.device().type]
-    return f"wrote {write_model(MODEL, folder / 'inputs', changed).name}"
+    inputs = folder / "inputs"
+    inputs.mkdir(exist_ok=True)
+    write_questions(inputs, 256)
+    for step in MEASURED_STEPS.values():
+        write_model(step.model, inputs, step.changed if device.is_cuda() else SMALL)
+    return f"wrote {', '.join(step.model for step in MEASURED_STEPS.values())}"
 
 
-def measured(folder: Path) -> str:
-    """Two steps of one rank, the second under the profiler."""
-    from small_checks import MEASURED, measured_keys, steps_of
+def responses(folder: Path) -> str:
+    """A step of a small model, whose dump another one replays."""
+    from gpu_inputs import QUESTIONS, write_model, write_questions
+    from small_checks import LONG, MEASURED, SMALL
 
     from mppo.train import main
 
-    keys = [*measured_keys(folder), "trainer.profile={steps: [2], ranks: [0]}"]
-    run = folder / "run_measured"
+    inputs, run = folder / "small", folder / "run_responses"
+    inputs.mkdir(exist_ok=True)
+    write_questions(inputs, 256)
+    path = write_model("Qwen2.5-0.5B-Instruct", inputs, SMALL)
+    keys = [
+        f"model.path={path}", f"data.train_files=[{inputs / QUESTIONS}]",
+        f"trainer.default_local_dir={run}", *LONG,
+        "trainer.total_training_steps=1", "trainer.dump_rollouts=true",
+    ]  # fmt: skip
+    code = main(["--config", str(MEASURED), *keys])
+    assert code == 0, f"it ended with {code}"
+    return f"wrote {run}"
+
+
+def measured(folder: Path) -> str:
+    """Three steps of one rank with generation, the second under the profiler."""
+    return _measured(folder, "measured")
+
+
+def large(folder: Path) -> str:
+    """The same for a model that fills a GPU, with given responses."""
+    return _measured(folder, "large")
+
+
+def _measured(folder: Path, name: str) -> str:
+    from gpu_trace import summary
+    from small_checks import MEASURED, MEASURED_STEPS, measured_keys, steps_of
+
+    from mppo.train import main
+
+    run = folder / f"run_{name}"
     shutil.rmtree(run, ignore_errors=True)  # a finished run does nothing when it is started again
+    keys = [*measured_keys(folder, name), "trainer.profile={steps: [2], ranks: [0]}"]
+    if MEASURED_STEPS[name].replay:
+        keys.append(f"trainer.replay={folder / 'run_responses'}")
     code = main(["--config", str(MEASURED), *keys])
     assert code == 0, f"training ended with {code}"
     steps = steps_of(run)
-    with gzip.open(run / "profile" / "step_2_rank_0.json.gz", "rt") as stream:
-        events = json.load(stream)["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    calls = Counter(event["name"] for event in events if event.get("cat") == "cuda_runtime")
-    by_name: Counter[str] = Counter()
-    for kernel in kernels:
-        by_name[kernel["name"][:50]] += kernel["dur"]
     result = {
-        "peak_gib": steps[2]["perf/max_memory_allocated_gb"],
-        "kernels": len(kernels),
-        "waits": sum(calls[name] for name in _WAITS),
-        "calls": dict(calls.most_common(12)),
-        "microseconds": dict(by_name.most_common(12)),
-        "timing_s": {k: v for k, v in steps[1].items() if k.startswith("timing_s/")},
+        "peak_gib": max(step["perf/max_memory_allocated_gb"] for step in steps.values()),
+        "reserved_gib": max(step["perf/max_memory_reserved_gb"] for step in steps.values()),
+        "steps": steps,
+        "stages": summary(run / "profile" / "step_2_rank_0.json.gz"),
     }
-    (folder / "measured.json").write_text(json.dumps(result, indent=1))
-    busy = sum(kernel["dur"] for kernel in kernels) / 1e6
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
+    stages = ", ".join(
+        f"{stage} {found['kernel_s']:.2f} of {found['seconds']:.2f} s in {found['kernels']} "
+        f"kernels, {found['waits']} waits"
+        for stage, found in result["stages"].items()
+        if found["kernels"]
+    )
+    last = steps[max(steps)]
+    mfu = [f"{key[9:]} {value:.0%}" for key, value in last.items() if key.startswith("perf/mfu/")]
     return (
-        f"{result['timing_s']['timing_s/step']:.2f} s per step, peak {result['peak_gib']:.2f} GiB, "
-        f"{result['kernels']} kernels, {busy:.2f} s of them, {result['waits']} waits (profiled)"
+        f"{last['timing_s/step']:.2f} s per step (first {steps[1]['timing_s/step']:.2f}), "
+        f"peak {result['peak_gib']:.2f} GiB, MFU {', '.join(mfu)}; profiled: {stages}"
     )
 
 
-PARTS = {part.__name__: part for part in (machine, rules, schedules, ipc, model, measured)}
+PARTS = {
+    part.__name__: part
+    for part in (
+        machine,
+        rules,
+        schedules,
+        ipc,
+        models,
+        responses,
+        measured,
+        large,
+    )
+}
 
 
 def main() -> int:
     """Run a part."""
     warnings.simplefilter("ignore")
     name, folder = sys.argv[1], Path(sys.argv[2])
-    if name not in ("rules", "measured"):  # which are programs that do this themselves
+    if name not in ("rules", "responses", "measured", "large"):  # programs that do this themselves
         device.prepare_megatron()
         if name != "schedules":
             device.select(0, 1)

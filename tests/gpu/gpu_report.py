@@ -232,6 +232,13 @@ def simulated_peak(log: str) -> tuple[float, str]:
     return max((float(row[2]), row[1]) for row in rows if row is not None)
 
 
+def simulated_counts(log: str, begins: str) -> tuple[int, int]:
+    """Operations and waits that ``mppo-simulate`` printed for phases whose name begins so."""
+    rows = re.findall(rf"^{begins}.*? {{2,}}(?:\d+|-) +([\d,]+) +\S+ +([\d,]+) ", log, re.MULTILINE)
+    counts = [[int(number.replace(",", "")) for number in row] for row in rows]
+    return sum(row[0] for row in counts), sum(row[1] for row in counts)
+
+
 def selected(stages: list[list[Check]], names: Sequence[str] | None) -> list[list[Check]]:
     """The checks whose names contain one of ``names``; None: all."""
     chosen = [

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN
-from gpu_report import Check, Mismatch, simulated_peak
+from gpu_report import Check, Mismatch, simulated_counts, simulated_peak
 
 LIMIT_S = 120.0
 """Seconds after which a check has failed."""
@@ -50,21 +50,46 @@ OFFLOAD = tuple(
     for part in parts
 )
 MEASURED = HERE / "measured.yaml"
-"""The recipe of the step that is measured and simulated."""
-MODEL = "Qwen2.5-0.5B-Instruct"
-"""The config of its model."""
-CHANGED = {
-    "cuda": {"num_hidden_layers": 8},
-    "cpu": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
+"""The recipe of the steps that are measured and simulated."""
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
 }
-"""By device, what is changed in it."""
+"""What is changed in a model's config on a CPU."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is measured and simulated.
+
+    Args:
+        model: the config of its model.
+        changed: what is changed in it on a GPU.
+        keys: recipe keys besides those of ``MEASURED``.
+        replay: whether it trains on the responses of the check "responses".
+    """
+
+    model: str
+    changed: Mapping[str, int] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    replay: bool = False
+
+
+LONG = (
+    "data.train_batch_size=64",
+    "data.max_response_length=768",
+    "actor.ppo_mini_batch_size=32",
+    "actor.ppo_max_token_len_per_gpu=16384",
+    "critic.ppo_max_token_len_per_gpu=16384",
+)
+MEASURED_STEPS = {
+    "measured": Step("Qwen2.5-0.5B-Instruct", {"num_hidden_layers": 8}),
+    "large": Step("SmolLM2-1.7B-sft", keys=LONG, replay=True),
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +194,6 @@ def small_checks(place: Place) -> list[list[Check]]:
     cuda = place.device == "cuda"
     stages = [
         [part("machine", "versions, bandwidths and products of matrices", place)],
-        *([[part("rules", "what streams and calls of the host wait for", place)]] if cuda else []),
         [
             Check("device seam", "tests/gpu pass", seam, LIMIT_S, place.environment(1),
                   judge=judge_pytest),
@@ -180,15 +204,18 @@ def small_checks(place: Place) -> list[list[Check]]:
             numbers("cpu", place),
             training("train cpu", "reference for the next checks", place,
                      ["trainer.dump_rollouts=true"], device="cpu"),
-            part("model", "inputs of the next checks", place),
+            part("models", "inputs of the next checks", place),
+            responses(place),
         ],
         [part("measured", "memory, operations and waits of a step", place)],
+        [part("large", "the same of a 1.7B model that fills the GPU", place)],
         [
             *([numbers("cuda", place)] if cuda else []),
             training("train", "four models generate and train", place),
             training("replay", "the GPU repeats the CPU's steps", place, [replay],
                      like=reference, relative=RELATIVE),
-            simulated(place),
+            simulated(place, "measured"),
+            simulated(place, "large"),
         ],
         [
             training("offload", "parts on the host between phases change nothing", place,
@@ -200,31 +227,44 @@ def small_checks(place: Place) -> list[list[Check]]:
             training("resume", "a resumed run repeats the third step", place, [replay],
                      begun=run_folder(place, "half"), like=replayed),
         ],
+        *([[part("rules", "what streams and calls of the host wait for", place)]] if cuda else []),
     ]  # fmt: skip
     return stages if place.share else [[check] for stage in stages for check in stage]
 
 
-def measured_keys(folder: Path) -> list[str]:
-    """Recipe keys of the step that is measured and simulated, besides those in its recipe."""
+def measured_keys(folder: Path, name: str) -> list[str]:
+    """Recipe keys of a step that is measured and simulated, besides those in its recipe."""
     from gpu_inputs import QUESTIONS
 
+    step = MEASURED_STEPS[name]
     return [
-        f"model.path={folder / 'inputs' / MODEL}",
+        f"model.path={folder / 'inputs' / step.model}",
         f"data.train_files=[{folder / 'inputs' / QUESTIONS}]",
-        f"trainer.default_local_dir={folder / 'run_measured'}",
+        f"trainer.default_local_dir={folder / f'run_{name}'}",
+        *step.keys,
     ]
 
 
-def simulated(place: Place) -> Check:
-    """The measured step, simulated."""
+def responses(place: Place) -> Check:
+    """Responses of a small model on the CPU, for a step whose time is the training's."""
+    run = run_folder(place, "responses")
+    command = (
+        sys.executable, str(HERE / "gpu_parts.py"), "responses", str(place.folder),
+    )  # fmt: skip
+    shows = "responses for the check 'large'"
+    return Check("responses", shows, command, LIMIT_S, place.environment(1, "cpu"), fresh=run)
+
+
+def simulated(place: Place, name: str) -> Check:
+    """A measured step, simulated."""
     command = (
         sys.executable, "-m", "mppo.simulate", str(MEASURED), "--world-size", "1",
-        *measured_keys(place.folder),
+        *measured_keys(place.folder, name),
     )  # fmt: skip
     paths = {"PYTHONPATH": place.environment(1)["PYTHONPATH"]}
-    judge = partial(judge_simulated, compare=place.device == "cuda")
-    shows = "the simulation has the measured memory, operations and waits"
-    return Check("simulated", shows, command, LIMIT_S, {**NO_GPU, **paths}, judge=judge)
+    judge = partial(judge_simulated, step=name, compare=place.device == "cuda")
+    shows = "the simulation has the measured memory; operations and waits of both"
+    return Check(f"simulated {name}", shows, command, LIMIT_S, {**NO_GPU, **paths}, judge=judge)
 
 
 def judge_pytest(folder: Path) -> str:
@@ -299,13 +339,17 @@ def judge_training(
     return f"{names} numbers, largest difference {largest:.2f} of the tolerance; {seconds}"
 
 
-def judge_simulated(folder: Path, compare: bool) -> str:
+def judge_simulated(folder: Path, step: str, compare: bool) -> str:
     """Compare the peak of memory, and show operations and waits of both."""
-    text = (folder / "simulated.log").read_text()
+    text = (folder / f"simulated_{step}.log").read_text()
     simulated, phase = simulated_peak(text)
-    measured = json.loads((folder / "measured.json").read_text())
+    measured = json.loads((folder / f"{step}.json").read_text())
     found = f"peak simulated {simulated:.2f} GiB ({phase}), measured {measured['peak_gib']:.2f}"
-    found += f"; kernels measured {measured['kernels']}, host waits {measured['waits']}"
+    for stage, begins in (("log_probs", "computing "), ("update", "updating ")):
+        operations, waits = simulated_counts(text, begins)
+        there = measured["stages"].get(stage, {"kernels": 0, "waits": 0})
+        found += f"; {stage}: operations simulated {operations}, kernels {there['kernels']}"
+        found += f", waits simulated {waits}, measured {there['waits']}"
     if compare and abs(measured["peak_gib"] - simulated) > 0.1 * simulated:
         raise Mismatch(f"{found}: they differ by more than 10%")
     return found

@@ -21,6 +21,20 @@ def test_unused_memory_goes_back_to_the_driver():
     assert torch.cuda.mem_get_info()[0] >= free
 
 
+def test_copies_of_all_shapes_and_dtypes_have_their_contents():
+    torch.manual_seed(0)
+    for _ in range(20):  # pinned memory is used again
+        tensors = [
+            torch.randint(-9, 9, shape).to(dtype)
+            for dtype in (torch.int64, torch.float32, torch.int32, torch.bool)
+            for shape in ((3,), (), (0,), (2, 5))
+        ]
+        for there, here in zip(device.copied(tensors), tensors, strict=True):
+            assert there.is_cuda
+            assert (there.dtype, there.shape) == (here.dtype, here.shape)
+            assert torch.equal(there.cpu(), here)
+
+
 def test_the_gpu_of_a_rank_is_on_its_machine():
     pytest.importorskip("pynvml", reason="needs the package nvidia-ml-py")
     (index,) = device.gpu_indices([device.gpu_uuid()], device.gpus_of_machine())

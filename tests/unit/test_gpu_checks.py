@@ -172,11 +172,11 @@ def test_checks_are_chosen_by_name(tmp_path):
 
 
 def test_one_gpu_is_shared_and_several_are_not(tmp_path):
-    chosen = ["numbers cuda", "measured"]
-    measured, of_four = selected(small_checks(Place(tmp_path, "cuda", share=True)), chosen)
+    chosen = ["numbers cuda", "device seam"]
+    seam, of_four = selected(small_checks(Place(tmp_path, "cuda", share=True)), chosen)
     _, (alone,) = selected(small_checks(Place(tmp_path, "cuda")), chosen)
     assert of_four[0].environment["MPPO_SHARE_GPU"] == "1"
-    assert "MPPO_SHARE_GPU" not in measured[0].environment, "one rank has NCCL"
+    assert "MPPO_SHARE_GPU" not in seam[0].environment, "one rank has NCCL"
     assert "MPPO_SHARE_GPU" not in alone.environment
     stages = small_checks(Place(tmp_path, "cpu", share=True))
     on_cpu = [check for stage in stages for check in stage]

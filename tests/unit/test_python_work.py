@@ -71,7 +71,7 @@ def micro_batches(text: bytes) -> list[object]:
         mismatch_metrics(outputs, step=4),
         policy_targets(experience, everything, ActorConfig(), LONGEST),
         value_targets(experience, everything, CriticConfig(), LONGEST),
-        *(cut(batch, [i], 1, torch.device("cpu"), batch.response_mask_T) for i in everything),
+        *(cut(batch, [i], 1, batch.response_mask_T) for i in everything),
     ]
 
 

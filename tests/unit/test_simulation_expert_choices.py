@@ -32,5 +32,5 @@ def test_the_number_of_tokens_on_every_rank_is_that_of_its_micro_batch(cp, multi
         planned = tokens_of_a_router([lengths[i] for i in sequences], layout, multiple)
         for rank in range(cp):
             place = ContextPlace(cp, rank) if cp > 1 else None
-            made = cut(batch, sequences, multiple, torch.device("cpu"), mask_T, place)
+            made = cut(batch, sequences, multiple, mask_T, place)
             assert planned * multiple == len(made.tokens_t)

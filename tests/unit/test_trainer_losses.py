@@ -16,7 +16,7 @@ from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, P
 from mppo.models.heads.outputs import PolicyOutputs
 from mppo.trainer import targets as mini_batch_targets
 from mppo.trainer.metrics import update_metrics
-from mppo.trainer.targets import select_targets, to_device
+from mppo.trainer.targets import select_targets
 from mppo.trainer.update.objectives import PolicyObjective
 
 LIMIT = 10
@@ -205,12 +205,6 @@ def test_the_value_objective_by_hand_and_over_micro_batches():
         for i in range(2)
     ]
     torch.testing.assert_close(sum(parts), loss)
-
-
-def test_targets_move_between_devices_completely():
-    targets = policy_targets(experience_of([2]), [0], actor_of())
-    moved = to_device(targets, "meta")
-    assert moved.cu_seqlens.device.type == moved.weight_T.device.type == "meta"
 
 
 def test_covariance_selection_covers_the_complete_mini_batch():

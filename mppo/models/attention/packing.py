@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -35,6 +36,8 @@ class AttentionRows:
 class Packing(PackedSeqParams):
     """Sequences laid end to end, with the index tensors that local attention needs.
 
+    It is made on the CPU; the model reads the copy on its device (``with_tensors``).
+
     ``qkv_format`` is not "thd": queries stay ``[T, 1, heads, dim]`` and rotary angles come one per
     token, so that Megatron applies them in one operation instead of once per sequence.
 
@@ -60,10 +63,32 @@ class Packing(PackedSeqParams):
     logits_to_keep: Tensor | None = None
     routing: MicroRouting | None = None
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the model reads."""
+        found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.logits_to_keep]
+        return [x for x in found if x is not None] + [rows.gather for rows in self.attention_rows]
 
-def pack_context(split: ContextSplit, device: torch.device) -> Packing:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Packing:
+        """The same packing with copies of its ``tensors()``."""
+        rest = iter(tensors)
+        cu_seqlens, positions, origin = next(rest), next(rest), next(rest)
+        scatter = None if self.scatter is None else next(rest)
+        keep = None if self.logits_to_keep is None else next(rest)
+        return replace(
+            self,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            positions=positions,
+            origin=origin,
+            scatter=scatter,
+            logits_to_keep=keep,
+            attention_rows=tuple(replace(rows, gather=next(rest)) for rows in self.attention_rows),
+        )
+
+
+def pack_context(split: ContextSplit) -> Packing:
     """Pack this rank's part of a micro-batch under context parallelism."""
-    cu_seqlens = split.cu_seqlens.to(device=device, dtype=torch.int32)
+    cu_seqlens = split.cu_seqlens.int()
     longest = int(split.cu_seqlens.diff().max())
     return Packing(
         qkv_format="packed",
@@ -71,18 +96,17 @@ def pack_context(split: ContextSplit, device: torch.device) -> Packing:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=split.positions_t.to(device),
-        origin=split.origin_t.to(device),
+        positions=split.positions_t,
+        origin=split.origin_t,
         context=split,
     )
 
 
-def pack_sequences(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -> Packing:
+def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
     """Pack a micro-batch of complete sequences.
 
     Args:
         cu_seqlens: int64 ``[B + 1]`` on the CPU; the last entry is T.
-        device: where the model runs.
         padding: padding tokens at the end, as a sequence of their own.
 
     Returns:
@@ -108,10 +132,10 @@ def pack_sequences(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -
         real = gather < total
         scatter[gather[real]] = slot + torch.nonzero(real).flatten()
         slot += len(gather)
-        rows.append(AttentionRows(len(members), width, gather.to(device)))
+        rows.append(AttentionRows(len(members), width, gather))
     # one group in the original order: attention needs no rearrangement at all
     contiguous = len(rows) == 1 and bool((scatter == torch.arange(total)).all()) and slot == total
-    cu_seqlens = cu_seqlens.to(device=device, dtype=torch.int32)
+    cu_seqlens = cu_seqlens.int()
     origin = torch.arange(total)
     origin[total - padding :] = -1
     return Packing(
@@ -120,11 +144,11 @@ def pack_sequences(cu_seqlens: Tensor, device: torch.device, padding: int = 0) -
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        positions=positions.to(device),
+        positions=positions,
         attention_rows=tuple(rows),
-        scatter=scatter.to(device),
+        scatter=scatter,
         contiguous=contiguous,
-        origin=origin.to(device),
+        origin=origin,
     )
 
 

@@ -30,6 +30,7 @@ from mppo.models.moe.record import RoutingRecord, record_of, sequence_digests
 from mppo.models.moe.router import AuxiliaryLoss
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
+from mppo.parallel.device import copied
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
 
@@ -135,7 +136,7 @@ class RoleRouting:
             routing = microbatch.packing.routing
             assert routing is not None
             if self._reports and routing.record is not None:
-                origin = microbatch.packing.origin.cpu()
+                origin = microbatch.origin_t
                 real = origin >= 0
                 where = microbatch.tokens_in(batch)[origin[real]]
                 experts[where] = routing.record.cpu()[:, real].transpose(0, 1)
@@ -160,18 +161,20 @@ class RoleRouting:
         self._mini_batches += 1
         for router in self._biased:
             router.local_tokens_per_expert.zero_()
+        if load is not None:
+            (load,) = copied([load])
         for microbatch in microbatches:
             routing = MicroRouting(
                 training=True,
                 mini_batch_tokens=int(lengths_B.sum()),
                 mini_batch_sequences=len(indices),
-                load=None if load is None else load.to(device.device()),
+                load=load,
             )
             if self._replay != "off" and taken is not None:
                 routing.chosen = self._chosen(*taken, microbatch)
             if self.losses.sequence_balance:
                 routing.num_sequences = len(microbatch.indices)
-                routing.sequence_t = _sequence_of(batch, microbatch).to(device.device())
+                (routing.sequence_t,) = copied([_sequence_of(batch, microbatch)])
             microbatch.packing.routing = routing
 
     def move_expert_biases(self) -> None:
@@ -244,8 +247,8 @@ class RoleRouting:
         chosen = self._numbers(experts_T[microbatch.tokens_in(held)]).transpose(0, 1)
         # padding tokens, whose origin is -1, read this last row: no replay
         padding = chosen.new_full((len(chosen), 1, chosen.shape[2]), -1)
-        padded = torch.cat([chosen, padding], dim=1)[:, microbatch.packing.origin.cpu()]
-        return padded.to(device.device())
+        padded = torch.cat([chosen, padding], dim=1)[:, microbatch.origin_t]
+        return copied([padded])[0]
 
     def _numbers(self, experts_T: Tensor) -> Tensor:
         """Choices as int64, -1 where the engine's are unknown; a record has no unknown ones."""
@@ -363,7 +366,7 @@ def _sequence_of(batch: Sequences, microbatch: MicroBatch) -> Tensor:
     lengths = batch.lengths_B[torch.tensor(microbatch.indices, dtype=torch.int64)]
     padded = torch.cat([lengths, lengths.new_ones(1)])
     sequence_T = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    return sequence_T[microbatch.packing.origin.cpu()]
+    return sequence_T[microbatch.origin_t]
 
 
 def _planned(plan: MicroBatchPlan) -> list[int]:

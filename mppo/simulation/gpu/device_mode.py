@@ -275,11 +275,17 @@ class SimulatedGpu(TorchDispatchMode):
         return to.copy_(value)
 
     def _reads_host(self, source: Tensor, waits: bool) -> None:
-        """Note that the copy that was started last reads a tensor in pinned host memory."""
-        if not isinstance(source, FakeTensor) and self.recorder.is_pinned(source):
+        """Note that the copy that was started last reads a tensor in host memory.
+
+        The host waits for it, unless the memory is pinned and the caller does not ask for that.
+        """
+        if isinstance(source, FakeTensor):
+            return
+        pinned = self.recorder.is_pinned(source)
+        if pinned:
             self.recorder.touch([source], [])
-            if waits:
-                self.recorder.host_waits()
+        if waits or not pinned:
+            self.counters.wait("copy from host")
 
     def _to_host(self, x: FakeTensor, dtype: torch.dtype, waits: bool = True) -> Tensor:
         self.recorder.launch()

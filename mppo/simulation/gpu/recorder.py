@@ -105,19 +105,18 @@ class RankRecorder:
         self.touch([tensor], [], self._host, line)
 
     def pin(self, tensor: Tensor) -> None:
-        """Follow the accesses to a tensor in pinned host memory."""
-        if self.on:
-            self._host_memory -= 1
-            storage: Any = tensor.untyped_storage()
-            storage.pinned = Allocation(storage.nbytes(), "", "", self._host_memory, 0)
+        """Mark a tensor in pinned host memory, and follow the accesses to it if recording."""
+        self._host_memory -= 1
+        storage: Any = tensor.untyped_storage()
+        storage.pinned = Allocation(storage.nbytes(), "", "", self._host_memory, 0)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor in host memory is followed."""
+        """Whether a tensor in host memory is pinned."""
         return bool(self._host_memory) and hasattr(tensor.untyped_storage(), "pinned")
 
     def host_touches(self, read: Iterable[Any], written: Iterable[Any]) -> None:
         """Note which tensors in host memory the host itself reads and writes."""
-        if self._host_memory:
+        if self.on and self._host_memory:
             before, after = ([x for x in tensors if isinstance(x, Tensor) and self.is_pinned(x)]
                              for tensors in (read, written))  # fmt: skip
             if before or after:

@@ -34,8 +34,7 @@ from mppo.algos.policy_loss import (
 from mppo.algos.value_loss import value_loss
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import Outputs, PolicyOutputs, ValueOutputs
-from mppo.parallel import device
-from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, select_targets, to_device
+from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, on_device, select_targets
 
 _POLICY_STATISTICS = (
     "actor/pg_loss", "actor/entropy", "actor/pg_clipfrac", "actor/pg_clipfrac_lower",
@@ -63,7 +62,7 @@ class _MiniBatchObjective(Generic[Targets]):
     @cached_property
     def _on_device(self) -> Targets:
         """The targets, moved to the device for the first micro-batch."""
-        return to_device(self.targets, device.device())
+        return on_device(self.targets)
 
     @cached_property
     def _position(self) -> dict[int, int]:
