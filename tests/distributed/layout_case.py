@@ -104,6 +104,7 @@ def objective(batch: Batch):
     def loss(outputs, indices):
         chosen = select_sequences(weights_T, batch.cu_seqlens, list(indices))
         tensors = tensors_of(outputs)
+        chosen = chosen.to(tensors[0].device)
         total = (chosen * tensors[0]).sum() + 0.1 * (chosen * tensors[-1].square()).sum()
         return total, {"loss": total.detach()}
 

@@ -19,7 +19,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def describe_machine(commit: str = "") -> dict[str, str]:
-    """GPUs, driver and versions; the commit is git's, or ``commit`` where git cannot tell."""
+    """GPUs, driver and versions; the commit is ``commit`` or, if that is empty, git's."""
 
     def output(*command: str) -> str:
         if shutil.which(command[0]) is None:
@@ -28,7 +28,7 @@ def describe_machine(commit: str = "") -> dict[str, str]:
 
     query = "--query-gpu=name,memory.total,driver_version"
     gpus = output("nvidia-smi", query, "--format=csv,noheader").splitlines()
-    commit = output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or commit
+    commit = commit or output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
 
     def version(package: str) -> str:
         try:

@@ -88,7 +88,7 @@ def parser(prog: str, text: str) -> argparse.ArgumentParser:
         prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder for results")
-    made.add_argument("--commit", default="", help="commit of these files, where git cannot tell")
+    made.add_argument("--commit", default="", help="commit of these files, if git does not know it")
     made.add_argument("--only", nargs="+", metavar="NAME", help="checks whose names contain NAME")
     return made
 
@@ -102,7 +102,7 @@ def report_checks(
         stages: all checks; those of a stage run at the same time.
         folder: where the report and the checks' results are written.
         only: parts of the names of the chosen checks; None: all.
-        commit: of these files, where git cannot tell.
+        commit: of these files, if git does not know it.
 
     Returns:
         The exit code: 0 if all checks pass, 1 if one fails, 2 if none is chosen.

@@ -26,8 +26,7 @@ def test_flash_attention_equals_sdpa(monkeypatch, lengths, window):
         window_size=None if window is None else (window - 1, 0),
     )
     attention = PackedAttention(config, layer_number=1)
-    packing = pack_sequences(torch.tensor([0, *lengths]).cumsum(0))
-    packing = packing.with_tensors([x.cuda() for x in packing.tensors()])
+    packing = pack_sequences(torch.tensor([0, *lengths]).cumsum(0)).on_device()
     torch.manual_seed(0)
     shapes = [(sum(lengths), 1, heads, 32) for heads in (4, 2, 2)]
     found = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mppo.models.attention.context import ContextSplit
 from mppo.models.moe.micro_routing import MicroRouting
+from mppo.parallel.device import copied
 
 _MAX_ATTENTION_PADDING = 1.25
 """Slots of a group of rows over its tokens, at most."""
@@ -36,7 +37,7 @@ class AttentionRows:
 class Packing(PackedSeqParams):
     """Sequences laid end to end, with the index tensors that local attention needs.
 
-    It is made on the CPU; the model reads the copy on its device (``with_tensors``).
+    It is made on the CPU; the model reads its copy on the device.
 
     ``qkv_format`` is not "thd": queries stay ``[T, 1, heads, dim]`` and rotary angles come one per
     token, so that Megatron applies them in one operation instead of once per sequence.
@@ -67,6 +68,10 @@ class Packing(PackedSeqParams):
         """The tensors that the model reads."""
         found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.logits_to_keep]
         return [x for x in found if x is not None] + [rows.gather for rows in self.attention_rows]
+
+    def on_device(self) -> Packing:
+        """Its copy on this rank's device."""
+        return self.with_tensors(copied(self.tensors()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Packing:
         """The same packing with copies of its ``tensors()``."""

@@ -46,6 +46,11 @@ _VALUE_SHAPED = {
 """Operations whose result's shape depends on values, so that the host waits for the GPU."""
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
             aten._index_put_impl_.default}  # fmt: skip
+_FILLING = {
+    aten.index_put_.default: aten.masked_fill_.Tensor,
+    aten.index_put.default: aten.masked_fill.Tensor,
+}
+"""What torch executes for ``x[mask] = number``."""
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 _NO_KERNEL = (
     "prim::", "aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::new_empty",
@@ -99,6 +104,10 @@ class SimulatedGpu(TorchDispatchMode):
         if special is not None:
             return special(*args, **kwargs)
         if func in _INDEXED:
+            if func in _FILLING and fills_mask(args):
+                x, (mask, *_), value = args[:3]
+                mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+                return self._run(_FILLING[func], (x, mask, value), {}, [x, mask])
             args = (args[0], self._positions(args[1]), *args[2:])
             fakes = fake_arguments(args, kwargs)
         return self._run(func, args, kwargs, fakes)
@@ -310,6 +319,14 @@ class SimulatedGpu(TorchDispatchMode):
         view = meta.set_(source, offset, size, stride or torch.empty(size, device="meta").stride())
         x.data = FakeTensor(self._fakes, view, x.device)
         return x
+
+
+def fills_mask(args: tuple) -> bool:
+    """Whether torch fills a mask, ``x[mask] = number``, for which the host does not wait."""
+    _, (first, *others), value, *accumulates = args
+    scalar = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
+    mask = isinstance(first, FakeTensor) and first.dtype in (torch.bool, torch.uint8)
+    return scalar and mask and not any(accumulates) and all(other is None for other in others)
 
 
 def fake_arguments(args: Any, kwargs: Any) -> list[FakeTensor]:
