@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.config.errors import ConfigError
 from mppo.data.chat_template import render_each
+from mppo.hub.tokenizing import tokens_of
 
 Environment = str | Sequence[Mapping[str, Any]]
 """A text, or chat messages."""
@@ -89,7 +90,7 @@ class TurnText:
         return [found[i] for i in range(len(texts))]
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return tokens_of(self._tokenizer, texts, special=False) if texts else []
 
     def _usable_anchors(self) -> list[tuple[str, list[int]]]:
         """Anchors and their tokens; none for a tokenizer that puts no space before a text."""

@@ -12,6 +12,7 @@ from mppo.data.content import content_of
 from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
+from mppo.hub.tokenizing import tokens_of
 
 
 def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -36,7 +37,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
         why, fix = f"{odd.where} holds no text in this column", "name the column of the text"
         raise ConfigError([ConfigIssue("data.ptx_key", data.ptx_key, why, fix)])
     limit = data.max_prompt_length + data.max_response_length
-    encoded = tokenizer([str(row.prompt) for row in rows])["input_ids"]
+    encoded = tokens_of(tokenizer, [str(row.prompt) for row in rows])
     eos = eos_id(tokenizer)
     kept = []
     for row, ids in zip(rows, encoded):

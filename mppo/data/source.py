@@ -17,6 +17,7 @@ from mppo.data import tasks
 from mppo.data.chat_template import render_with
 from mppo.data.content import Content, content_of
 from mppo.data.rows import DataRow, read_rows
+from mppo.hub.tokenizing import tokens_of
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 """Number of prompts of a task if ``data.train_size`` or ``data.val_size`` is null."""
@@ -125,7 +126,7 @@ def _load_source(
         return PromptSet(())
     texts = _render(data, key, source, tokenizer, rows, tools)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
-    token_ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    token_ids = tokens_of(tokenizer, texts, special)
     found = _fit(data, source, rows, texts, token_ids)
     if split == "val":
         return found

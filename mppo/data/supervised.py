@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
+from mppo.hub.tokenizing import tokens_of
 
 SupervisedExample = tuple[Tensor, Tensor]
 """Prompt tokens, and answer tokens with the end-of-sequence token at their end."""
@@ -35,9 +36,9 @@ def supervised_examples(
     chosen = [prompt_set.prompts[index] for index in order[:n]]
     if not chosen:
         return []
-    answers = tokenizer([prompt.ground_truth for prompt in chosen], add_special_tokens=False)
+    answers = tokens_of(tokenizer, [prompt.ground_truth for prompt in chosen], special=False)
     eos = eos_id(tokenizer)
     return [
         (prompt.token_ids, torch.tensor([*answer_ids, eos], dtype=torch.int32))
-        for prompt, answer_ids in zip(chosen, answers["input_ids"])
+        for prompt, answer_ids in zip(chosen, answers)
     ]

@@ -23,6 +23,7 @@ from mppo.models import role
 from mppo.models.attention.context import ContextPlace, split_context
 from mppo.models.microbatch import MicroBatch, padding_tokens
 from mppo.models.moe import router
+from mppo.parallel.device import copied
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.simulation.gpu.counters import Counters
@@ -107,7 +108,7 @@ class ExpertChoices:
                 group_topk: Any, choose: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
         def even(scores: Tensor, topk: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
             choose(scores, topk, **kwargs)
-            taken = self._taken(scores.shape, topk).to(scores.device)
+            (taken,) = copied([self._taken(scores.shape, topk)])
             return scores.gather(1, taken), taken
 
         values, taken = plain(chooser, scores, topk, num_groups, group_topk, even)

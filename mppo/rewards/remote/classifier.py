@@ -13,6 +13,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.remote import ClassifierOptions
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
+from mppo.hub.tokenizing import tokens_of
 from mppo.rewards.remote.wire import OneItemPerResponse
 from mppo.rewards.response import Response, conversation
 from mppo.rewards.scores import FailedScore
@@ -75,14 +76,14 @@ def scored_tokens(
     if templated:
         conversations = [conversation(each.prompt, each.text) for each in responses]
         texts = render_with(tokenizer, conversations, key, add_generation_prompt=False)
-        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        return tokens_of(tokenizer, texts, special=False)
     return text_tokens(tokenizer, [each.prompt.text + each.text for each in responses])
 
 
 def text_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Tokens of texts, each followed by the end-of-sequence token unless it ends with it."""
     end = eos_id(tokenizer)
-    tokens: list[list[int]] = tokenizer(list(texts))["input_ids"]  # pyright: ignore[reportAssignmentType]
+    tokens = tokens_of(tokenizer, texts)
     return [[*ids, end] if ids and ids[-1] != end else ids for ids in tokens]
 
 
