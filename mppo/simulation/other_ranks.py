@@ -22,6 +22,7 @@ from mppo.planning.memory import role_stage_layers
 from mppo.simulation.expert_choices import ExpertChoices
 from mppo.simulation.gpu import attention_kernels, norm_kernel
 from mppo.simulation.gpu.counters import Counters
+from mppo.simulation.gpu.recorder import RankRecorder
 from mppo.trainer import roles
 from mppo.weights import stream
 from mppo.weights.hf.folder import HFFolder
@@ -54,7 +55,11 @@ class EmptyFolder(HFFolder):
 
 
 def install(
-    cases: Mapping[str, tuple[RoleCase, Any]], world_size: int, counters: Counters, uneven: bool
+    cases: Mapping[str, tuple[RoleCase, Any]],
+    world_size: int,
+    counters: Counters,
+    recorder: RankRecorder,
+    uneven: bool,
 ) -> None:
     """Replace the functions that need this data by stand-ins.
 
@@ -62,6 +67,7 @@ def install(
         cases: recipe section and Hugging Face config of each role, by name.
         world_size: number of ranks.
         counters: counters of the rank, which also count micro-batches.
+        recorder: records the accesses of the kernel of norms.
         uneven: see ``ExpertChoices``.
     """
 
@@ -82,7 +88,7 @@ def install(
     replaced.all_gather_objects = of_all_stages
     ExpertChoices(counters, uneven).install()
     attention_kernels.install(core)
-    norm_kernel.install(counters)
+    norm_kernel.install(counters, recorder)
 
 
 def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:

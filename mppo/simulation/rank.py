@@ -192,7 +192,7 @@ class _Simulation:
         roles = {
             role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
         }
-        other_ranks.install(roles, case.world_size, counters, case.uneven)
+        other_ranks.install(roles, case.world_size, counters, recorder, case.uneven)
         self.resident: Counter[str] = Counter()
         self.complete: Counter[str] = Counter()
 

@@ -138,6 +138,8 @@ def schedules(folder: Path) -> str:
                 total = torch.cuda.mem_get_info()[1]
                 torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
             results = updated(case, folder, registry)
+            if device.is_cuda():
+                torch.cuda.set_per_process_memory_fraction(1.0)
             assert not results["shared"], f"{name}: groups with other uses: {results['shared']}"
             states = (results[which]["state"] for which in ("expected", "found"))
             pairs = [

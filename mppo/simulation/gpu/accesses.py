@@ -127,7 +127,7 @@ class Accesses:
         """Note a new storage, which may reuse memory that was freed on its stream."""
         self._by_address[allocation.address] = _Storage(allocation.size, home, line)
         freed = self._freed.get(home.name)
-        if not freed:
+        if not freed or not allocation.size:
             return
         for one in freed:
             for number, use in one.uses:

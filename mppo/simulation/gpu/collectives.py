@@ -183,12 +183,12 @@ def _propagate(operation: str, args: tuple, size: int, reduction: str) -> None:
         out, value = lists[0][0], known(lists[1][0])
         _set(out, value if value is not None and value.shape == out.shape else None)
     else:
-        forget(x for tensors in lists for x in tensors)
+        forget(lists[0])  # the results come first
 
 
 def _reduce(x: FakeTensor, size: int, reduction: str) -> None:
     value = known(x)
-    if value is None:
+    if value is None or value.dtype == torch.bool:  # equal on all ranks, and so is their sum
         return
     if reduction == "SUM":
         value.mul_(size)

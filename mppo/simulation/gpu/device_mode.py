@@ -54,7 +54,7 @@ _FILLING = {
 _FILLED = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 _NO_KERNEL = (
     "prim::", "aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh", "aten::new_empty",
-    "aten::set_", "aten::_local_scalar_dense", "aten::resize_",
+    "aten::set_", "aten::_local_scalar_dense", "aten::resize_", "aten::_unsafe_view",
 )  # fmt: skip
 
 

@@ -14,31 +14,39 @@ import torch
 from torch import Tensor
 
 from mppo.simulation.gpu.counters import Counters
+from mppo.simulation.gpu.recorder import RankRecorder
 
 
-def install(counters: Counters) -> None:
+def install(counters: Counters, recorder: RankRecorder) -> None:
     """Replace ``torch.rms_norm`` for tensors on the simulated GPU.
 
     Args:
         counters: counters of the rank, for the two kernels.
+        recorder: records their accesses.
     """
     plain = torch.rms_norm
+
+    def kernel(read: Sequence[Tensor], written: Sequence[Tensor | None]) -> None:
+        counters.operation()
+        recorder.launch()
+        recorder.touch(read, written)
 
     class FusedNorm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            counters.operation()
             rows = x.shape[: x.dim() - weight.dim()]
-            rstd = x.new_empty((*rows, 1), dtype=torch.float32)
+            rstd, out = x.new_empty((*rows, 1), dtype=torch.float32), torch.empty_like(x)
+            kernel([x, weight], [rstd, out])
             ctx.save_for_backward(x, weight, rstd)
-            return torch.empty_like(x)
+            return out
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-            counters.operation()
-            x, weight, _ = ctx.saved_tensors
+            x, weight, rstd = ctx.saved_tensors
             grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-            return torch.empty_like(x), grad_weight
+            grad_x = torch.empty_like(x)
+            kernel([grad, x, weight, rstd], [grad_x, grad_weight])
+            return grad_x, grad_weight
 
     def rms_norm(
         x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None

@@ -226,10 +226,11 @@ class RankRecorder:
 
     def wait(self, work: Any) -> None:
         """``Work.wait``: the current stream waits; for a communication on the host, the host."""
-        found = self._open.pop(id(work), None)
+        found = self._open.get(id(work))
         if found is None:
             return
         _, mark, on_host, _ = found
+        self._open[id(work)] = work, mark, on_host, []  # another stream may wait, too
         if on_host:
             self.host_waits_until(mark)
         else:
