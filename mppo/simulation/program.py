@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from mppo.config.checks import load_checked
@@ -32,7 +33,7 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
     """
     configs = ModelConfigs(config)
     try:
-        _check_environment()
+        _check_environment(options)
         recipe = load_checked(config, overrides, options.world_size, configs.read, files=False)
         world_size = options.world_size or world_size_of(recipe)
         gpu = planned_gpu(recipe, options.gpu)
@@ -67,10 +68,17 @@ def _check_numbers(options: Options, world_size: int) -> None:
         raise ValueError(f"--steps {options.steps}: simulate at least one step")
 
 
-def _check_environment() -> None:
+def _check_environment(options: Options) -> None:
     from mppo.simulation.gpu import torch_guard
 
     if not torch_guard.is_supported():
         raise ValueError("mppo-simulate needs Linux on x86_64 or aarch64: run it there")
     if os.environ.get("MPPO_DEVICE") == "cpu":
         raise ValueError("MPPO_DEVICE=cpu, but mppo-simulate simulates GPUs: unset the variable")
+    installed = find_spec("transformer_engine")
+    if options.transformer_engine is None and installed is not None and installed.origin:
+        folder = Path(installed.origin).parents[1]
+        raise ValueError(
+            "Transformer Engine is installed, and its kernels need a GPU: add --transformer-engine "
+            f"{folder}, which puts a stand-in under its Python (docs/simulation.md)"
+        )

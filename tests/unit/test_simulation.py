@@ -251,6 +251,16 @@ def test_a_cpu_is_not_simulated(monkeypatch, capsys):
     assert "MPPO_DEVICE=cpu" in capsys.readouterr().err
 
 
+def test_an_installed_transformer_engine_needs_its_stand_in(monkeypatch, capsys, tmp_path):
+    """Its kernels would be called with simulated tensors."""
+    monkeypatch.delenv("MPPO_DEVICE", raising=False)
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([str(ROOT / "recipes/qwen2_7b_rm.yaml")]) == 2
+    assert f"add --transformer-engine {tmp_path}, which" in capsys.readouterr().err
+
+
 def test_a_dry_run_is_followed_by_a_simulation_of_every_stage():
     """Without the model's folder; the exit code is the simulation's."""
     recipe = ROOT / "recipes" / "deepseek_llm_7b_gsm8k_math.yaml"
