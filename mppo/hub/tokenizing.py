@@ -1,7 +1,7 @@
 """Tokens of texts, within a time limit.
 
 A tokenizer comes from elsewhere, and may hold regular expressions whose time grows exponentially
-with the length of a text.
+with the length of a text. A slow tokenizer, written in Python, cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ LIMIT_S, CHARACTERS_PER_S = 60.0, 50_000
 
 
 def tokens_of(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    special: bool = True,
+    key: str = "model.path",
 ) -> list[list[int]]:
     """The token ids of each text.
 
@@ -27,6 +30,7 @@ def tokens_of(
         tokenizer: the tokenizer.
         texts: any number of texts.
         special: add the tokenizer's special tokens.
+        key: the recipe's key that names the tokenizer, for messages.
 
     Raises:
         ConfigError: the tokenizer takes longer than the limit, or its own code breaks off.
@@ -41,20 +45,20 @@ def tokens_of(
 
     characters = sum(map(len, texts))
     limit_s = LIMIT_S + characters / CHARACTERS_PER_S
-    # its thread holds no lock of Python's while it works, and does not outlive the process
+    # a fast tokenizer's thread holds no lock of Python's, and does not outlive the process
     threading.Thread(target=work, daemon=True, name="tokenizer").start()
     try:
         found = answers.get(timeout=limit_s)
     except queue.Empty:
         why = f"its tokenizer takes longer than {limit_s:.0f} s for {characters:,} characters"
-        raise _failure(tokenizer, why) from None
+        raise _failure(tokenizer, key, why) from None
     if isinstance(found, Exception):
         raise found
     if isinstance(found, BaseException):  # its Rust code panics, as at a limit of its expressions
-        raise _failure(tokenizer, f"its tokenizer fails: {found}")
+        raise _failure(tokenizer, key, f"its tokenizer fails: {found}")
     return found
 
 
-def _failure(tokenizer: PreTrainedTokenizerBase, why: str) -> ConfigError:
+def _failure(tokenizer: PreTrainedTokenizerBase, key: str, why: str) -> ConfigError:
     fix = "take the tokenizer's files from their publisher again"
-    return ConfigError([ConfigIssue("model.path", tokenizer.name_or_path, why, fix)])
+    return ConfigError([ConfigIssue(key, tokenizer.name_or_path, why, fix)])

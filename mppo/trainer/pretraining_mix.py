@@ -20,6 +20,7 @@ from mppo.data.loader import PromptLoader
 from mppo.models.heads.outputs import Outputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
 from mppo.packed_batch import pack_trajectories
+from mppo.parallel.device import copied
 from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 from mppo.trainer.selection import concatenate_batches
 
@@ -116,9 +117,9 @@ class MixedObjective:
         # all micro-batches must report the same statistics: take the policy's of no sequence
         nothing, stats = self.objective(map_outputs(outputs, lambda x_T: x_T[:0]), ())
         text, chosen = self.text, [index - self.first for index in indices]
-        mask_T = select_sequences(text.response_mask_T, text.cu_seqlens, chosen)
+        (mask_T,) = copied([select_sequences(text.response_mask_T, text.cu_seqlens, chosen)])
         num_tokens = float(text.response_mask_T.sum())
-        loss = ptx_loss(outputs.logprobs_T, mask_T.to(outputs.logprobs_T.device), num_tokens, 1.0)
+        loss = ptx_loss(outputs.logprobs_T, mask_T, num_tokens, 1.0)
         return nothing + self.coef * loss, {**stats, METRIC: loss.detach()}
 
 

@@ -91,7 +91,7 @@ class Run:
         start = time.perf_counter()
         with phase(name, step), record_function(name):
             yield
-        device.wait_for_stream(device.device())
+            device.wait_for_stream(device.device())
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def stop(self) -> None:

@@ -23,16 +23,23 @@ def test_unused_memory_goes_back_to_the_driver():
 
 def test_copies_of_all_shapes_and_dtypes_have_their_contents():
     torch.manual_seed(0)
-    for _ in range(20):  # pinned memory is used again
-        tensors = [
-            torch.randint(-9, 9, shape).to(dtype)
-            for dtype in (torch.int64, torch.float32, torch.int32, torch.bool)
-            for shape in ((3,), (), (0,), (2, 5))
-        ]
-        for there, here in zip(device.copied(tensors), tensors, strict=True):
-            assert there.is_cuda
-            assert (there.dtype, there.shape) == (here.dtype, here.shape)
-            assert torch.equal(there.cpu(), here)
+    made = []
+    for pause in (0, 1 << 30, 1 << 30):  # cycles of the stream before the copies
+        torch.cuda._sleep(pause)
+        busy = torch.cuda.Event()
+        busy.record()
+        for _ in range(20):  # pinned memory is used again once its copy is done
+            tensors = [
+                torch.randint(-9, 9, shape).to(dtype)
+                for dtype in (torch.int64, torch.float32, torch.int32, torch.bool)
+                for shape in ((3,), (), (0,), (2, 5))
+            ]
+            made += zip(device.copied(tensors), [x.clone() for x in tensors], strict=True)
+        assert not pause or not busy.query(), "the host waited for the stream"
+    for there, here in made:
+        assert there.is_cuda
+        assert (there.dtype, there.shape) == (here.dtype, here.shape)
+        assert torch.equal(there.cpu(), here)
 
 
 def test_the_gpu_of_a_rank_is_on_its_machine():

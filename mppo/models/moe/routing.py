@@ -248,7 +248,8 @@ class RoleRouting:
         # padding tokens, whose origin is -1, read this last row: no replay
         padding = chosen.new_full((len(chosen), 1, chosen.shape[2]), -1)
         padded = torch.cat([chosen, padding], dim=1)[:, microbatch.origin_t]
-        return copied([padded])[0]
+        # few bytes: the choices of all micro-batches may wait in pinned memory at the same time
+        return copied([padded.to(torch.int16)])[0].long()
 
     def _numbers(self, experts_T: Tensor) -> Tensor:
         """Choices as int64, -1 where the engine's are unknown; a record has no unknown ones."""

@@ -76,7 +76,7 @@ def scored_tokens(
     if templated:
         conversations = [conversation(each.prompt, each.text) for each in responses]
         texts = render_with(tokenizer, conversations, key, add_generation_prompt=False)
-        return tokens_of(tokenizer, texts, special=False)
+        return tokens_of(tokenizer, texts, special=False, key=key)
     return text_tokens(tokenizer, [each.prompt.text + each.text for each in responses])
 
 
