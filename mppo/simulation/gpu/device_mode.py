@@ -108,6 +108,9 @@ class SimulatedGpu(TorchDispatchMode):
                 x, (mask, *_), value = args[:3]
                 mask = mask.view(*mask.shape, *[1] * (x.dim() - mask.dim()))
                 return self._run(_FILLING[func], (x, mask, value), {}, [x, mask])
+            for x in (*args[1], *args[2:3]):
+                if isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+                    self.counters.wait("copy from host")  # torch moves it to the GPU
             args = (args[0], self._positions(args[1]), *args[2:])
             fakes = fake_arguments(args, kwargs)
         return self._run(func, args, kwargs, fakes)
@@ -279,7 +282,9 @@ class SimulatedGpu(TorchDispatchMode):
             self._reads_host(source, not non_blocking)
             return out
         assert isinstance(source, FakeTensor)
-        value = self._to_host(source, to.dtype, waits=not non_blocking)
+        value = self._to_host(
+            source, to.dtype, waits=not non_blocking or not self.recorder.is_pinned(to)
+        )
         self.recorder.touch([], [to])
         return to.copy_(value)
 
