@@ -223,7 +223,9 @@ def compare(here: Outcome, there: Outcome) -> None:
     for mine, other in zip(here.outputs, there.outputs, strict=True):
         torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
     torch.testing.assert_close(here.losses, there.losses, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(here.norms, there.norms, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(here.norms[:1], there.norms[:1], atol=5e-6, rtol=1e-5)
+    # after a step of Adam, which divides also the smallest gradients by their own size
+    torch.testing.assert_close(here.norms[1:], there.norms[1:], atol=5e-6, rtol=5e-5)
     assert here.weights.keys() == there.weights.keys()
     for name, weight in there.weights.items():
         torch.testing.assert_close(
