@@ -156,8 +156,8 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     steps = [0]
 
     def begins(name: str) -> None:
-        """Ask this rank to stop in a stage or phase of the second step."""
-        if (name, steps[0]) == (stop_at, 2) and info.rank == 1:
+        """Ask this rank once to stop in a stage or phase of the second step."""
+        if (name, steps[0]) == (stop_at, 2) and info.rank == 1 and not stop_request.is_requested():
             os.kill(os.getpid(), signal.SIGTERM)
             while not stop_request.is_requested():
                 time.sleep(0.001)
