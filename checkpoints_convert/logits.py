@@ -90,13 +90,14 @@ def megatron_logits(family: FamilyConfig, megatron: Path, sequences: list[Tensor
     with groups.active():
         stages = build_stages(family, config, layout, vocab, 0, "policy")
         load_megatron(megatron, stages, vocab)
-        return stage_logits(stages[0], sequences)[:, :vocab]
+        return stage_logits(stages[0], sequences)[:, :vocab].cpu()
 
 
 def stage_logits(stage: Stage, sequences: list[Tensor]) -> Tensor:
     """Logits ``[T, vocab]`` of a model that is a single stage."""
     cu_seqlens = torch.tensor([0, *(len(s) for s in sequences)]).cumsum(0)
-    hidden = stage.forward_packed(torch.cat(sequences), pack_sequences(cu_seqlens).on_device())
+    (tokens_T,) = device.copied([torch.cat(sequences)])
+    hidden = stage.forward_packed(tokens_T, pack_sequences(cu_seqlens).on_device())
     logits = hidden[:, 0] @ stage.output_weight().t()
     cap = stage.final_logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -106,7 +106,7 @@ class RoleHead:
             outputs_N.append(torch.zeros_like(outputs_N[0]))
         elif inputs.ref_hidden_T is not None:
             assert self._reference is not None, "load_reference has been called"
-            ref_states = inputs.ref_hidden_T[microbatch.predicted_in(batch)].to(chosen.device)
+            (ref_states,) = device.copied([inputs.ref_hidden_T[microbatch.predicted_in(batch)]])
             outputs_N.append(chunked_full_kl(chosen, weight, ref_states, shard, self._reference))
         return outputs_N
 
