@@ -70,7 +70,7 @@ def resident() -> int:
 
 
 def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any], list[Any]]]:
-    """What parses an answer, and what makes trajectories of all answers, in either version."""
+    """What parses an answer, and what makes episodes of all answers, in either version."""
     from mppo.rollout.sglang import answers
 
     if hasattr(answers, "gather_answers"):
@@ -88,12 +88,11 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
 
         return parsed, gathered
 
-    from mppo.responses import Responses
     from mppo.rollout.sglang.server_response import parse_responses
 
     def added(mine: dict[int, Any], request: Any) -> list[Any]:
-        found = answers.add_answers(Responses({}, {}), mine, request, None, 1, None)
-        return found.trajectories
+        found = answers.add_answers({}, mine, request, None, 1, None)
+        return [found[place] for place in sorted(found)]
 
     return parse_responses, added
 
@@ -133,17 +132,19 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
         The batch; processor time at the beginning and after each stage; and resident memory with
         responses and batch.
     """
-    from mppo import batch as module
     from mppo.algos.packing import select_sequences
-    from mppo.batch import Prompt
     from mppo.config.sections.rollout import SamplingConfig
-
-    if not hasattr(module, "pack_trajectories"):  # the earlier version has it here
-        from mppo import packed_batch as module
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
 
-    parse, trajectories_of = functions()
+    try:
+        from mppo.batch.packing import pack_episodes
+        from mppo.batch.prompt import Prompt
+    except ModuleNotFoundError:  # the earlier version has one module
+        from mppo.batch import Prompt
+        from mppo.batch import pack_trajectories as pack_episodes
+
+    parse, episodes_of = functions()
     prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
     request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
     spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
@@ -154,10 +155,10 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
         answers = parse(bodies[index % BODIES])
         mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
     times.append(time.process_time())
-    found = trajectories_of(mine, request)
+    found = episodes_of(mine, request)
     del mine, answers  # as the engine, which has received everything
     times.append(time.process_time())
-    batch = module.pack_trajectories(found, [0.0] * len(found))
+    batch = pack_episodes(found, [0.0] * len(found))
     times.append(time.process_time())
     held = resident()
     for micro_batches in spec.plan(batch.lengths_B.tolist()):

@@ -59,17 +59,16 @@ def receive(request: Any, rank: int, world: int) -> dict[int, Any]:
     return mine
 
 
-def with_experts(responses: Any) -> Any:
+def with_experts(episodes: dict[int, Any]) -> list[Any]:
     """The responses with routed experts, as an engine reports them for R3."""
     from dataclasses import replace
 
-    from mppo.responses import Responses
-
     shape = PROMPT + RESPONSE - 1, *EXPERTS
     experts = torch.arange(np.prod(shape)).remainder(64).to(torch.int16).view(shape)
-    rows = {key: replace(row, routed=shape) for key, row in responses.rows.items()}
-    held = {key: replace(t, routed_experts=experts) for key, t in responses.held.items()}
-    return Responses(rows, held)
+    return [
+        replace(each, routed=shape) if each.tokens is None else each.with_experts(experts)
+        for _, each in sorted(episodes.items())
+    ]
 
 
 def path(
@@ -82,16 +81,15 @@ def path(
 ) -> None:
     """One rank of the path; writes its numbers to a file."""
     from mppo.algos.packing import select_sequences
-    from mppo.batch import Prompt
+    from mppo.batch.prompt import Prompt
     from mppo.config.sections.rollout import SamplingConfig
     from mppo.models.role_spec import TOKENS_ONLY
     from mppo.models.work_share import PassMoves, fetch_share
     from mppo.parallel.layout import Layout
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
-    from mppo.responses import Responses
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.answers import add_answers
-    from mppo.trainer.sharing.shares import pack_responses, share_out
+    from mppo.trainer.sharing.shares import pack_at_home, share_out
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
@@ -103,9 +101,8 @@ def path(
     spec = MicroBatchSpec(layout.dp, 1, MicroBatchLimits(1, MICRO_BATCH_TOKENS))
     dist.barrier()
     start = time.process_time()
-    found = add_answers(Responses({}, {}), mine, request, None, world, None)
-    ordered = with_experts(found.select(sorted(found.rows)))
-    batch = share_out(pack_responses(ordered, [0.0] * len(ordered)), 64)
+    episodes = with_experts(add_answers({}, mine, request, None, world, None))
+    batch = share_out(pack_at_home(episodes, [0.0] * len(episodes)), 64)
     plan = spec.plan(batch.lengths_B.tolist())
     moves = PassMoves(layout, plan, batch)
     share, _ = fetch_share(batch, moves, TOKENS_ONLY, [list(range(EXPERTS[0]))] * layout.pp)
@@ -114,7 +111,7 @@ def path(
         for values_T in (share.tokens_T, share.response_mask_T):
             select_sequences(values_T, share.cu_seqlens, places)
     seconds = time.process_time() - start
-    responses = sum(8 * t.length for t in ordered.held.values())
+    responses = sum(8 * each.length for each in episodes if each.tokens is not None)
     place = layout.coordinates(rank)
     shared = share.routed_experts_T.nbytes if place.tp or place.cp else 0
     numbers = {

@@ -80,13 +80,10 @@ def build(folder: Path, registry, megatron: dict):
 def checkpointer(role, root: Path, background: bool):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
-    from mppo.responses import PartialResponses
     from mppo.supervision.signals import StopRequest
 
     trainer = TrainerConfig(async_save=background)
-    return Checkpointer(
-        trainer, root, {"actor": role}, {}, PartialResponses(), {}, StopRequest(), lambda text: None
-    )
+    return Checkpointer(trainer, root, {"actor": role}, {}, {}, StopRequest(), lambda text: None)
 
 
 def timed(action) -> float:
@@ -167,18 +164,21 @@ def read_files(folder: Path) -> None:
 
 def measuring(role, tokens: int) -> Callable[[], object]:
     """A forward pass of the role over sequences of 128 random tokens."""
-    from mppo.batch import Prompt, Trajectory
-    from mppo.packed_batch import pack_trajectories
+    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(
         0, role.hf_config.vocab_size, (tokens // 128, 128), generator=generator
     ).tolist()
-    trajectories = [
-        Trajectory(Prompt(i, tuple(row[:64]), "", "", ""), tuple(row[64:]), (0.0,) * 64, "stop", 0)
+    episodes = [
+        Episode.sampled(
+            Prompt(i, row[:64], "", "", ""), EpisodeTokens(row[64:], [0.0] * 64), "stop", 0
+        )
         for i, row in enumerate(rows)
     ]
-    batch = pack_trajectories(trajectories, [0.0] * len(rows))
+    batch = pack_episodes(episodes, [0.0] * len(rows))
     plan = role.plan(batch, training=False)
     return lambda: role.forward(batch, plan)
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
-from mppo.batch import Batch, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Outputs
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.parallel import device
 from mppo.trainer.advantages import estimate
@@ -62,7 +63,7 @@ def loop_gae(rewards_BR: Tensor, values_BR: Tensor) -> Tensor:
     return torch.stack(columns[::-1], dim=1)
 
 
-def outputs_of(sequences: int, tokens: int) -> ModelOutputs:
+def outputs_of(sequences: int, tokens: int) -> Outputs:
     """A batch of equally long responses with prompts of an eighth of the tokens."""
     generator = torch.Generator().manual_seed(0)
     total = sequences * tokens
@@ -83,7 +84,7 @@ def outputs_of(sequences: int, tokens: int) -> ModelOutputs:
         truncated_B=torch.zeros(sequences, dtype=torch.bool),
         weight_version_T=torch.zeros(total, dtype=torch.int64),
     )
-    return ModelOutputs(batch, -random().abs(), -random().abs(), random())
+    return Outputs(batch, -random().abs(), -random().abs(), random())
 
 
 def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:

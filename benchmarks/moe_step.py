@@ -68,20 +68,19 @@ def save_models(folder: Path, layers: int = 4) -> None:
 
 def make_batch(lengths: list[int]):
     """Random sequences; the prompt is an eighth of each."""
-    from mppo.batch import Prompt, Trajectory
-    from mppo.packed_batch import pack_trajectories
+    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
 
     generator = torch.Generator().manual_seed(1)
-    trajectories = []
+    episodes = []
     for uid, length in enumerate(lengths):
         tokens = torch.randint(0, TRUNK["vocab_size"], (length,), generator=generator).tolist()
         cut = max(1, length // 8)
-        prompt, response = tuple(tokens[:cut]), tuple(tokens[cut:])
-        logprobs = (0.0,) * len(response)
-        trajectories.append(
-            Trajectory(Prompt(uid, prompt, "", "", ""), response, logprobs, "stop", 0)
-        )
-    return pack_trajectories(trajectories, [0.0] * len(lengths))
+        prompt = Prompt(uid, tokens[:cut], "", "", "")
+        response = EpisodeTokens(tokens[cut:], [0.0] * (length - cut))
+        episodes.append(Episode.sampled(prompt, response, "stop", 0))
+    return pack_episodes(episodes, [0.0] * len(lengths))
 
 
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):

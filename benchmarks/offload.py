@@ -162,13 +162,14 @@ def _roles(folder: Path, offloaded: bool):
 
 
 def _batch(sequences: int):
-    from mppo.batch import Prompt, Trajectory
-    from mppo.packed_batch import pack_trajectories
+    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
 
     prompt = Prompt(0, torch.ones(32, dtype=torch.int32), "", "", "")
-    ids, logprobs = torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5)
-    found = [Trajectory(prompt, ids, logprobs, "length", 0) for _ in range(sequences)]
-    return pack_trajectories(found, [float(i % 2) for i in range(sequences)], 0)
+    tokens = EpisodeTokens(torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5))
+    episodes = [Episode.sampled(prompt, tokens, "length", 0)] * sequences
+    return pack_episodes(episodes, [float(i % 2) for i in range(sequences)], 0)
 
 
 def _experience(roles, sequences: int):

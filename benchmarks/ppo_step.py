@@ -115,7 +115,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from transformers import AutoConfig
 
     from mppo.algos.reward_normalization import RewardStats
-    from mppo.batch import Prompt
+    from mppo.batch.prompt import Prompt
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
@@ -123,7 +123,6 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover
     from mppo.parallel.process_group import process_group
-    from mppo.responses import PartialResponses
     from mppo.rollout.build import build_engine
     from mppo.supervision.signals import StopRequest
     from mppo.trainer.advantages import kl_controller
@@ -140,7 +139,6 @@ def mppo_worker(folder: str, dtype: str) -> None:
     with process_group(info, timeout_s=600):
         config = AutoConfig.from_pretrained(folder)
         engine = build_engine(recipe, Path(folder), config, Path(folder))
-        partial = PartialResponses()
         run = Run(
             recipe=recipe,
             tokenizer=None,
@@ -156,13 +154,11 @@ def mppo_worker(folder: str, dtype: str) -> None:
                 Path(folder) / "checkpoints",
                 {},
                 {},
-                partial,
                 {},
                 StopRequest(),
                 print,
             ),
             reporter=None,
-            partial_responses=partial,
             folder=None,
             total_steps=1 << 30,
         )
@@ -179,15 +175,13 @@ def mppo_worker(folder: str, dtype: str) -> None:
 class CountScorer:
     """The part of ``mppo.rewards.scorer.Scorer`` that a step uses."""
 
-    def raw_scores(self, known):
+    def raw_scores(self, episodes):
         from mppo.rewards.scores import ResponseScore
 
-        return [ResponseScore((each.prompt.uid + each.length) % 7 / 7) for each in known]
+        return [ResponseScore((each.prompt.uid + each.length) % 7 / 7) for each in episodes]
 
-    def raw_scores_divided(self, responses):
-        return self.raw_scores(responses.table)
-
-    score, finish_scores = raw_scores_divided, staticmethod(lambda scores, responses: scores)
+    score = raw_scores_divided = raw_scores
+    finish_scores = staticmethod(lambda scores, episodes: scores)
 
 
 def trl_settings() -> dict:

@@ -25,7 +25,7 @@ import torch
 import transformers
 from record import alternate, parser, record
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
@@ -117,13 +117,13 @@ def beside_transformers(
         return getattr(output, "sequences", output)[:, ids.shape[1] :]
 
     works = {
-        "mppo": lambda: engine.generate(request).trajectories,
+        "mppo": lambda: engine.generate(request),
         "transformers": plain,
         "transformers_with_logits": lambda: plain(output_logits=True, return_dict_in_generate=True),
     }
     theirs = _generated(plain(), request.sampling.stop_token_ids)
     tokens = dict.fromkeys(works, theirs)
-    tokens["mppo"] = sum(len(t.response_ids) for t in engine.generate(request).trajectories)
+    tokens["mppo"] = sum(each.length for each in engine.generate(request))
     times = alternate(works, repeat)
     share = tokens["mppo"] / theirs
     return {
@@ -177,10 +177,8 @@ def sglang(arguments: argparse.Namespace) -> dict[str, object]:
             (api,) = engine.fleet.apis.values()
             parameters = sampling_parameters(SamplingConfig(), length, [])
             works = {
-                "mppo": lambda: (
-                    engine.generate(
-                        GenerationRequest(prompts, SamplingConfig(), length, seed=0)
-                    ).trajectories
+                "mppo": lambda: engine.generate(
+                    GenerationRequest(prompts, SamplingConfig(), length, seed=0)
                 ),
                 "plain_requests": lambda: list(
                     pool.map(lambda p: api.generate([p.token_ids.tolist()], parameters), prompts)

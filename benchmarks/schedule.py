@@ -215,10 +215,11 @@ UPDATES, COUNTS = 4, (2, 4)
 
 def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> Callable[[], None]:
     """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
-    from mppo.batch import Prompt, Trajectory
+    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
     from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
-    from mppo.packed_batch import pack_trajectories
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
@@ -235,12 +236,13 @@ def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> C
     roles = Roles(load_recipe(None, keys), folder / "model", read_model_config, registry, 100)
     ids = torch.randint(0, MODEL["vocab_size"], (size, tokens)).tolist()
     half = tokens // 2
-    trajectories = [
-        Trajectory(Prompt(i, tuple(row[:half]), "", "", ""), tuple(row[half:]),
-                   (0.0,) * half, "stop", 0)
+    episodes = [
+        Episode.sampled(
+            Prompt(i, row[:half], "", "", ""), EpisodeTokens(row[half:], [0.0] * half), "stop", 0
+        )
         for i, row in enumerate(ids)
-    ]  # fmt: skip
-    batch = share_out(pack_trajectories(trajectories, [0.1 * i for i in range(size)]))
+    ]
+    batch = share_out(pack_episodes(episodes, [0.1 * i for i in range(size)]))
     forward = ForwardPhase(roles, batch)
     for together in forward.passes:
         forward.compute(together)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.build import build_agent, with_agent
 from mppo.agents.function import AgentFunction
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import has_interleaved_role, roles_in_use
@@ -290,16 +290,16 @@ def evaluate(
             buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
         with phase("gen"):
-            responses = generate_validation(engine, recipe, evaluation.prompts, show)
+            episodes = generate_validation(engine, recipe, evaluation.prompts, show)
     finally:
         engine.stop()
     with phase("reward"):
         scorer = evaluation.scorer
         if recipe.reward_model.in_use:
             scorer = _with_reward_model(scorer, recipe, evaluation.tokenizer)
-        judged = scorer.score(responses)
-    lines = sample_lines(responses, judged, evaluation.tokenizer) if with_samples else []
-    return on_first_rank(partial(validation_metrics, responses.table, judged)), lines
+        judged = scorer.score(episodes)
+    lines = sample_lines(episodes, judged, evaluation.tokenizer) if with_samples else []
+    return on_first_rank(partial(validation_metrics, episodes, judged)), lines
 
 
 def _with_reward_model(

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.checkpoint.run_state import load_roles
 from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import named_tensors

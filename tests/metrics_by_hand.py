@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.config.schema import Recipe
 from mppo.dumps.step_dump import StepDump
 

@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from mppo.agents.conversation import Conversation, Message, Reply
 from mppo.agents.turn_text import TurnText
-from mppo.batch import NO_WEIGHTS, OPEN, EpisodeResult, Trajectory
+from mppo.batch.episode import NO_WEIGHTS, OPEN, Episode, EpisodeResult, EpisodeTokens
 from mppo.parallel.collectives import raise_on_any_rank, wait_for_ranks
-from mppo.responses import Responses
 from mppo.rewards.function import extra_info
 from mppo.rewards.response import describe, shorten
 from mppo.rollout.engine import GenerationRequest, RolloutEngine
 from mppo.rollout.local.engine import LocalGeneration
-from mppo.rollout.response_gather import gather_rows, left_over
+from mppo.rollout.response_gather import gather_episodes, left_over
 from mppo.weights.bucket import WeightBucket
 
 Agent = Callable[[Sequence[Conversation]], Sequence[Reply | str]]
@@ -33,7 +32,7 @@ Agent = Callable[[Sequence[Conversation]], Sequence[Reply | str]]
 
 
 @dataclass
-class _Episode:
+class _Talk:
     """What the rank that holds a conversation remembers of it between turns."""
 
     messages: list[Message]
@@ -76,7 +75,7 @@ class ConversationEngine:
         self._turn_text, self._max_turns = turn_text, max_turns
         self._world, self._group = world, group
 
-    def generate(self, request: GenerationRequest) -> Responses:
+    def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``. ``on_response`` gets conversations that have ended.
 
         Raises:
@@ -84,27 +83,27 @@ class ConversationEngine:
         """
         assert request.num_prompts_needed is None, "conversations are not aborted"
         part = replace(request, on_response=None)
-        episodes: dict[int, _Episode] = {}
+        talks: dict[int, _Talk] = {}
         running: Iterable[int] = range(len(request.prompts) * request.sampling.n)
         for turn in range(1, self._max_turns + 1):
-            responses = self._engine.generate(part)
-            here = {key: responses.held[key] for key in running if key in responses.held}
-            for key, trajectory in here.items():
+            found = self._engine.generate(part)
+            here = {key: found[key] for key in running if found[key].tokens is not None}
+            for key, episode in here.items():
                 if turn == 1:
-                    messages = trajectory.prompt.messages
-                    opening = {"role": "user", "content": trajectory.prompt.text}
-                    episodes[key] = _Episode(list(messages) or [opening])
-            answered = self._answer(here, episodes, turn, request.max_tokens)
-            rows = gather_rows(answered, request, self._world, self._group)
-            responses = Responses({**responses.rows, **rows}, {**responses.held, **answered})
+                    messages = episode.prompt.messages
+                    opening = {"role": "user", "content": episode.prompt.text}
+                    talks[key] = _Talk(list(messages) or [opening])
+            answered = self._answer(here, talks, turn, request.max_tokens)
+            for key, each in gather_episodes(answered, request, self._world, self._group).items():
+                found[key] = each
             if request.on_response is not None:
                 ended = {key: each for key, each in answered.items() if each.finish_reason != OPEN}
                 request.on_response(list(ended), list(ended.values()))
-            running = [key for key, row in responses.rows.items() if row.is_unfinished]
+            running = [key for key, each in enumerate(found) if each.is_unfinished]
             if not running:
                 break
-            part = replace(part, resumable=left_over(request, responses))
-        return responses
+            part = replace(part, resumable=left_over(request, dict(enumerate(found))))
+        return found
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
@@ -115,16 +114,16 @@ class ConversationEngine:
 
     def _answer(
         self,
-        here: Mapping[int, Trajectory],
-        episodes: Mapping[int, _Episode],
+        here: Mapping[int, Episode],
+        talks: Mapping[int, _Talk],
         turn: int,
         limit: int,
-    ) -> dict[int, Trajectory]:
+    ) -> dict[int, Episode]:
         """Let the agent answer a turn of the conversations on this rank.
 
         Args:
             here: conversations by index in the result.
-            episodes: of these conversations.
+            talks: what is remembered of them.
             turn: number of the turn.
             limit: most tokens after a prompt.
 
@@ -137,7 +136,7 @@ class ConversationEngine:
         error, answered = None, dict(here)
         # a failure on one rank is raised on all: the others wait in the next collective
         try:
-            replies = self._replies(here, episodes, turn)
+            replies = self._replies(here, talks, turn)
             says = {
                 key: reply.environment
                 for key, reply in replies.items()
@@ -146,20 +145,20 @@ class ConversationEngine:
                 and here[key].finish_reason == "stop"
                 and turn < self._max_turns
             }
-            last_tokens = [int(here[key].response_ids[-1]) for key in says]
+            last_tokens = [int(here[key].here.ids[-1]) for key in says]
             found = self._turn_text.token_ids(list(says.values()), last_tokens)
             appended: dict[int, Sequence[int]] = {}
             for key, ids in zip(says, found, strict=True):
                 if isinstance(ids, str):
-                    replies[key] = self._failure(here[key], turn, episodes[key].messages, ids)
+                    replies[key] = self._failure(here[key], turn, talks[key].messages, ids)
                 else:
                     appended[key] = ids
-            for key, trajectory in here.items():
+            for key, episode in here.items():
                 answered[key] = self._continued(
-                    trajectory, replies[key], appended.get(key), episodes[key], limit
+                    episode, replies[key], appended.get(key), talks[key], limit
                 )
                 if answered[key].finish_reason == OPEN:
-                    episodes[key].messages += as_messages(says[key])
+                    talks[key].messages += as_messages(says[key])
         except Exception as failure:
             error = str(failure)
             if not isinstance(failure, RuntimeError | ValueError):  # these are messages to users
@@ -169,71 +168,64 @@ class ConversationEngine:
         return answered
 
     def _replies(
-        self, here: Mapping[int, Trajectory], episodes: Mapping[int, _Episode], turn: int
+        self, here: Mapping[int, Episode], talks: Mapping[int, _Talk], turn: int
     ) -> dict[int, Reply | str]:
         """The agent's replies to the last turns, or why there is none."""
         if not here:
             return {}
-        turns = [last_turn(trajectory) for trajectory in here.values()]
+        turns = [last_turn(episode) for episode in here.values()]
         texts = self._turn_text.decode(turns)
         conversations = []
-        for (key, trajectory), text in zip(here.items(), texts, strict=True):
-            episode, prompt = episodes[key], trajectory.prompt
-            episode.messages.append({"role": "assistant", "content": text})
-            is_cut = trajectory.finish_reason != "stop"
+        for (key, episode), text in zip(here.items(), texts, strict=True):
+            talk, prompt = talks[key], episode.prompt
+            talk.messages.append({"role": "assistant", "content": text})
+            is_cut = episode.finish_reason != "stop"
             conversation = Conversation(
                 text=text,
-                messages=tuple(episode.messages),
+                messages=tuple(talk.messages),
                 turn=turn,
                 is_last=is_cut or turn == self._max_turns,
                 is_cut=is_cut,
                 data_source=prompt.data_source,
                 ground_truth=prompt.ground_truth,
                 extra_info=extra_info(prompt),
-                state=episode.state,
+                state=talk.state,
             )
             conversations.append(conversation)
         found = dict(zip(here, self._agent(conversations), strict=True))
         for key, reply in found.items():
             if isinstance(reply, Reply):
-                episodes[key].take(reply)
+                talks[key].take(reply)
             else:
-                found[key] = self._failure(here[key], turn, episodes[key].messages, reply)
+                found[key] = self._failure(here[key], turn, talks[key].messages, reply)
         return found
 
-    def _failure(
-        self, trajectory: Trajectory, turn: int, messages: Sequence[Message], why: str
-    ) -> str:
+    def _failure(self, episode: Episode, turn: int, messages: Sequence[Message], why: str) -> str:
         """What went wrong after the policy's turn, the last of the messages."""
         text = shorten(messages[-1]["content"])
-        where = f"{describe(trajectory.prompt)}, turn {turn}, {text!r}"
+        where = f"{describe(episode.prompt)}, turn {turn}, {text!r}"
         return f"the agent {self._name} failed on {where}: {why}"
 
     def _continued(
         self,
-        trajectory: Trajectory,
+        episode: Episode,
         reply: Reply | str,
         ids: Sequence[int] | None,
-        episode: _Episode,
+        talk: _Talk,
         limit: int,
-    ) -> Trajectory:
+    ) -> Episode:
         """A conversation after the agent's reply; ``ids``: the environment's tokens, if any."""
         if isinstance(reply, str):
-            return replace(trajectory, episode=EpisodeResult(error=reply))
+            return replace(episode, result=EpisodeResult(error=reply))
         # the environment's turn is only worth its tokens if the policy can say something after it
-        fits = ids is not None and trajectory.length + len(ids) < limit
+        fits = ids is not None and episode.length + len(ids) < limit
         if fits and ids:
-            return replace(
-                trajectory,
-                response_ids=torch.cat([trajectory.response_ids, torch.tensor(ids).int()]),
-                logprobs=torch.cat([trajectory.logprobs, torch.zeros(len(ids))]),
-                finish_reason=OPEN,
-                weight_version=NO_WEIGHTS,
-                earlier=trajectory.parts,
-            )
-        reason = trajectory.finish_reason if ids is None or fits else "length"
-        result = EpisodeResult(episode.reward, dict(episode.numbers))
-        return replace(trajectory, finish_reason=reason, episode=result)
+            said = EpisodeTokens(torch.tensor(ids), torch.zeros(len(ids)), episode.here.experts)
+            more = Episode.sampled(episode.prompt, said, OPEN, NO_WEIGHTS)
+            return episode.followed_by(more)
+        reason = episode.finish_reason if ids is None or fits else "length"
+        result = EpisodeResult(talk.reward, dict(talk.numbers))
+        return replace(episode, finish_reason=reason, result=result)
 
     # ---- what the engine does alone
 
@@ -265,11 +257,11 @@ def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]
     return environment
 
 
-def last_turn(trajectory: Trajectory) -> list[int]:
+def last_turn(episode: Episode) -> list[int]:
     """The tokens of the policy's last turn."""
     count = 0
-    for version, tokens in reversed(trajectory.parts):
+    for version, tokens in reversed(episode.parts):
         if version == NO_WEIGHTS:
             break
         count += tokens
-    return trajectory.response_ids[trajectory.length - count :].tolist()
+    return episode.here.ids[episode.length - count :].tolist()

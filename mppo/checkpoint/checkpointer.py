@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import mppo
+from mppo.batch.episode import EpisodesBySample, held
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint import responses
 from mppo.checkpoint.folder import Manifest
@@ -34,7 +35,6 @@ from mppo.config.errors import ConfigError
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
-from mppo.responses import PartialResponses
 from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
@@ -51,7 +51,6 @@ class Checkpointer:
         root: folder of the checkpoints, the same on every rank.
         roles: trained roles by name.
         parts: the other parts of the run that have a state, by name.
-        partial_responses: the run's partial responses.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
         say: prints a line for the user (on the first rank).
@@ -59,6 +58,8 @@ class Checkpointer:
         flush: flushes what the run has logged to disk, before a checkpoint can be complete.
 
     Attributes:
+        partial: responses that no step has trained on yet: they were aborted when a batch was full,
+            other samples of their prompt are missing, or they were generated ahead.
         stopped_early: whether a stop request ended the run before its last step.
         failed_saves: number of saves that failed.
     """
@@ -69,7 +70,6 @@ class Checkpointer:
         root: Path,
         roles: Mapping[str, Role],
         parts: Mapping[str, Stateful],
-        partial_responses: PartialResponses,
         recipe: dict[str, Any],
         stop: StopRequest,
         say: Callable[[str], None],
@@ -81,7 +81,7 @@ class Checkpointer:
         self.root = root
         self.roles = roles
         self.parts = parts
-        self.partial_responses = partial_responses
+        self.partial: EpisodesBySample = {}
         self.stopped_early = False
         self.failed_saves = 0
         self._last_error: str | None = None
@@ -130,9 +130,7 @@ class Checkpointer:
         stop_request.expect(self._timing.longest_step_s + 1.5 * self._timing.expected_save_s)
         if self.trainer.save_on_signal:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-            self._step_start = StepStart(
-                json.dumps(parts), self._random_state(), self.partial_responses.responses
-            )
+            self._step_start = StepStart(json.dumps(parts), self._random_state(), self.partial)
 
     def before_update(self) -> None:
         """Wait until a save in progress no longer reads the models, which the update changes."""
@@ -318,9 +316,9 @@ class Checkpointer:
                 "recipe": self._recipe,
             }
             contents[STATE] = f"{json.dumps(state, indent=1)}\n".encode()
-        left = before.partial if before else self.partial_responses.responses
-        if left.held:
-            contents[responses.file_of_rank(self._rank)] = responses.to_bytes(left.held)
+        left = before.partial if before else self.partial
+        if mine := held(left):
+            contents[responses.file_of_rank(self._rank)] = responses.to_bytes(mine)
         manifest = Manifest(
             step=step,
             world_size=self._world,
@@ -366,8 +364,7 @@ class Checkpointer:
         load_roles(found.folder, self.roles)
         for name, part in self.parts.items():
             part.load_state_dict(state["parts"][name])
-        left = responses.load_responses(found.folder, self._rank, self._world)
-        self.partial_responses.responses = left
+        self.partial = responses.load_responses(found.folder, self._rank, self._world)
         layouts = {name: role.groups for name, role in self.roles.items()}
         same = found.manifest.world_size == self._world and all(
             found.manifest.roles[name]["layout"] == asdict(role.layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.parallel.partition import partition
-from mppo.responses import ResponseRow, ResponsesBySample
 from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
 
@@ -28,7 +29,7 @@ def file_of_rank(rank: int) -> str:
     return f"responses_{rank:05d}.safetensors"
 
 
-def to_bytes(held: Mapping[tuple[int, int], Trajectory]) -> bytes:
+def to_bytes(held: EpisodesBySample) -> bytes:
     """Serialise the partial responses of a rank.
 
     For response r the file has ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
@@ -39,23 +40,24 @@ def to_bytes(held: Mapping[tuple[int, int], Trajectory]) -> bytes:
     table = []
     for row, ((uid, sample), response) in enumerate(held.items()):
         tensors[f"{row}/prompt_ids"] = response.prompt.token_ids.long()
-        tensors[f"{row}/response_ids"] = response.response_ids.long()
-        tensors[f"{row}/logprobs"] = response.logprobs.clone()
-        if response.routed_experts is not None:
-            tensors[f"{row}/routed_experts"] = response.routed_experts.clone()
+        tokens = response.here
+        tensors[f"{row}/response_ids"] = tokens.ids.long()
+        tensors[f"{row}/logprobs"] = tokens.logprobs.clone()
+        if tokens.experts is not None:
+            tensors[f"{row}/routed_experts"] = tokens.experts.clone()
         table.append(
             {
                 "uid": uid,
                 "sample": sample,
                 "finish_reason": response.finish_reason,
-                "weight_version": response.weight_version,
-                "earlier": response.earlier,
+                "weight_version": response.parts[-1][0],
+                "earlier": response.parts[:-1],
             }
         )
     return save(tensors, metadata={_TABLE: json.dumps(table)})
 
 
-def load_responses(folder: Path, rank: int = 0, world: int = 1) -> ResponsesBySample:
+def load_responses(folder: Path, rank: int = 0, world: int = 1) -> EpisodesBySample:
     """Load the responses of a checkpoint; none if it has no such file.
 
     They get homes of nearly equal numbers of tokens, whatever the number of ranks that saved them.
@@ -73,17 +75,15 @@ def load_responses(folder: Path, rank: int = 0, world: int = 1) -> ResponsesBySa
     tables = [_read_table(path) for path in files]
     lengths = [entry["tokens"] for table in tables for entry in table]
     home = {n: to for to, part in enumerate(partition(lengths, world)) for n in part}
-    rows: dict[tuple[int, int], ResponseRow] = {}
-    held: dict[tuple[int, int], Trajectory] = {}
-    number = 0
+    found: dict[tuple[int, int], Episode] = {}
     for path, table in zip(files, tables, strict=True):
         with safe_open(path, framework="pt") as file:
             for place, entry in enumerate(table):
-                key, row = _row(file, place, entry, home[number])
-                rows[key], number = row, number + 1
-                if row.home == rank:
-                    held[key] = _trajectory(file, place, row)
-    return ResponsesBySample(rows, held)
+                episode = _episode(file, place, entry, home[len(found)])
+                if episode.home == rank:
+                    episode = replace(episode, tokens=_tokens(file, place, entry))
+                found[entry["uid"], entry["sample"]] = episode
+    return found
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:
@@ -98,21 +98,17 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
     return table
 
 
-def _row(
-    file: Any, place: int, entry: Mapping[str, Any], home: int
-) -> tuple[tuple[int, int], ResponseRow]:
-    """A response's key and row."""
-    uid, earlier = entry["uid"], tuple((version, tokens) for version, tokens in entry["earlier"])
+def _episode(file: Any, place: int, entry: Mapping[str, Any], home: int) -> Episode:
+    """A response without its tokens."""
+    earlier = tuple((version, tokens) for version, tokens in entry["earlier"])
     last = entry["tokens"] - sum(tokens for _, tokens in earlier)
-    prompt = Prompt(uid, file.get_tensor(f"{place}/prompt_ids"), "", "", "")
+    prompt = Prompt(entry["uid"], file.get_tensor(f"{place}/prompt_ids"), "", "", "")
     parts = (*earlier, (entry["weight_version"], last))
-    row = ResponseRow(prompt, entry["finish_reason"], parts, home, entry["routed"])
-    return (uid, entry["sample"]), row
+    return Episode(prompt, parts, entry["finish_reason"], home, entry["routed"])
 
 
-def _trajectory(file: Any, place: int, row: ResponseRow) -> Trajectory:
+def _tokens(file: Any, place: int, entry: Mapping[str, Any]) -> EpisodeTokens:
     """A response's tokens."""
-    experts = file.get_tensor(f"{place}/routed_experts") if row.routed else None
+    experts = file.get_tensor(f"{place}/routed_experts") if entry["routed"] else None
     ids, logprobs = (file.get_tensor(f"{place}/{name}") for name in ("response_ids", "logprobs"))
-    version, earlier = row.parts[-1][0], row.parts[:-1]
-    return Trajectory(row.prompt, ids, logprobs, row.finish_reason, version, experts, earlier)
+    return EpisodeTokens(ids, logprobs, experts)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from mppo.batch.episode import EpisodesBySample
 from mppo.checkpoint.role_state import load_role
 from mppo.models.role import Role
-from mppo.responses import ResponsesBySample
 from mppo.safety.input_files import read_json
 
 STATE = "run.json"
@@ -36,7 +36,7 @@ class StepStart:
 
     parts: str
     random: bytes
-    partial: ResponsesBySample
+    partial: EpisodesBySample
 
 
 def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:

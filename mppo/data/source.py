@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks

@@ -20,7 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Experience, Outputs
 from mppo.safety.disk import replace_bytes
 from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
@@ -197,7 +198,5 @@ def _experience(tensors: dict[str, Tensor], about: dict[str, Any]) -> Experience
     layers = about["layers"]
     layers = None if layers is None else tuple(layers)
     batch = Batch(**part(Batch, "batch."), expert_layers=layers)
-    old = ModelOutputs(
-        batch=batch, has_actor_logprobs=bool(about["actor"]), **part(ModelOutputs, "old.")
-    )
+    old = Outputs(batch=batch, has_actor_logprobs=bool(about["actor"]), **part(Outputs, "old."))
     return Experience(old=old, **part(Experience, ""))

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
-from mppo.models.heads.outputs import Outputs, num_outputs, unstack_outputs
+from mppo.models.heads.outputs import HeadOutputs, num_outputs, unstack_outputs
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.moe.construction import freeze_routers
@@ -133,7 +133,7 @@ class Role:
     @torch.no_grad()
     def forward(
         self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
-    ) -> Outputs:
+    ) -> HeadOutputs:
         """Compute the head's outputs for a batch, without gradients. Collective.
 
         Args:
@@ -150,7 +150,9 @@ class Role:
         return self.return_outputs(batch, plan, microbatches, parts, inputs)
 
     @torch.no_grad()
-    def forward_with_states(self, batch: Sequences, plan: MicroBatchPlan) -> tuple[Outputs, Tensor]:
+    def forward_with_states(
+        self, batch: Sequences, plan: MicroBatchPlan
+    ) -> tuple[HeadOutputs, Tensor]:
         """Compute the outputs of :meth:`forward` and the hidden states that predict responses.
 
         Returns:
@@ -158,7 +160,9 @@ class Role:
             ``[T, hidden]`` in the parameters' dtype; both on the tokens at home on this rank.
         """
 
-        def outputs_and_states(hidden: Tensor, microbatch: MicroBatch) -> tuple[Outputs, Tensor]:
+        def outputs_and_states(
+            hidden: Tensor, microbatch: MicroBatch
+        ) -> tuple[HeadOutputs, Tensor]:
             outputs = self.head(hidden, microbatch, batch, TOKENS_ONLY)
             return outputs, self.head.predicting_states(hidden, microbatch).cpu()
 
@@ -188,9 +192,9 @@ class Role:
         batch: Sequences,
         plan: MicroBatchPlan,
         microbatches: Sequence[MicroBatch],
-        parts: Sequence[Outputs],
+        parts: Sequence[HeadOutputs],
         inputs: PassInputs,
-    ) -> Outputs:
+    ) -> HeadOutputs:
         """Send all micro-batches' outputs to the homes of their sequences. Collective."""
         count = num_outputs(self.spec.head, inputs.ref_hidden_T is not None)
         rows_Tk = output_rows(batch, microbatches, parts, count)

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.config.sections.roles import BatchingConfig, CriticConfig, ValueHeadInit
-from mppo.models.heads.outputs import Head, Outputs
+from mppo.models.heads.outputs import Head, HeadOutputs
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.routing import Replay
 from mppo.pipeline.microbatches import MicroBatchPlan
@@ -28,7 +28,7 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, outputs: Outputs, indices: tuple[int, ...], /
+        self, outputs: HeadOutputs, indices: tuple[int, ...], /
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map a micro-batch's outputs and sequence indices to summed loss and statistics."""
         ...

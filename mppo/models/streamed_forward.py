@@ -8,8 +8,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from mppo.batch import Sequences
-from mppo.models.heads.outputs import Outputs
+from mppo.batch.batch import Sequences
+from mppo.models.heads.outputs import HeadOutputs
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY
 from mppo.models.stage import run_chunk
@@ -34,7 +34,7 @@ class StreamedForward:
         self._microbatches = role.begin_forward(self._batch, self._plan)
         head = partial(role.head, batch=self._batch, inputs=TOKENS_ONLY)
         self._forward_step = forward_step_function(run_chunk, head, None)
-        self._parts: list[Outputs] = []
+        self._parts: list[HeadOutputs] = []
 
     @property
     def work(self) -> RoleWork:
@@ -68,7 +68,7 @@ class StreamedForward:
         assert isinstance(output, Tensor)
         return None if is_last else output
 
-    def outputs(self) -> Outputs:
+    def outputs(self) -> HeadOutputs:
         """The head's outputs in the form of ``Role.forward``. Collective."""
         self.role.end_forward(self._batch, self._plan, self._microbatches)
         return self.role.return_outputs(

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Sequences
-from mppo.models.heads.outputs import Outputs, stack_outputs
+from mppo.batch.batch import Sequences
+from mppo.models.heads.outputs import HeadOutputs, stack_outputs
 from mppo.models.microbatch import MicroBatch
 from mppo.models.role_spec import PassInputs
 from mppo.parallel import device
@@ -175,7 +175,7 @@ def _runs(layers: Sequence[int]) -> list[slice]:
 
 
 def output_rows(
-    batch: Sequences, microbatches: Sequence[MicroBatch], parts: Sequence[Outputs], count: int
+    batch: Sequences, microbatches: Sequence[MicroBatch], parts: Sequence[HeadOutputs], count: int
 ) -> Tensor:
     """Outputs of micro-batches on the tokens of their batch: ``[T, count]`` (CPU), 0 elsewhere."""
     rows_Tk = torch.zeros(len(batch.tokens_T), count)

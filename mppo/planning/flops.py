@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.models.families.architectures import family_config
 from mppo.models.heads.outputs import Head
 from mppo.pipeline.microbatches import MicroBatchPlan

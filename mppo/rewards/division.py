@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Prompt
+from mppo.batch.episode import Episode
+from mppo.batch.moves import bring_ids
+from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.parallel.exchange import Moves, exchange
-from mppo.response_moves import bring_ids
-from mppo.responses import ResponseRow, Responses
 from mppo.rewards.scores import ResponseScore
 
 T = TypeVar("T")
@@ -48,7 +48,8 @@ def scoring_ranks(homes: Sequence[int], world: int) -> list[int]:
 
 
 def score_divided(
-    score: Callable[[Sequence[tuple[Prompt, Tensor]]], list[ResponseScore]], responses: Responses
+    score: Callable[[Sequence[tuple[Prompt, Tensor]]], list[ResponseScore]],
+    episodes: Sequence[Episode],
 ) -> list[ResponseScore]:
     """Score an even part of the responses on every rank and return all scores on every rank.
 
@@ -56,30 +57,30 @@ def score_divided(
 
     Args:
         score: scores responses, of which it gets prompt and tokens, or raises.
-        responses: numbered from 0.
+        episodes: to be scored.
 
     Raises:
         ScoringError: scoring failed on some rank.
     """
     wanted: list[list[int]] = [[] for _ in range(group_size())]
-    homes = [row.home for row in responses.table]
+    homes = [each.home for each in episodes]
     for number, rank in enumerate(scoring_ranks(homes, len(wanted))):
         wanted[rank].append(number)
-    mine = bring_ids(responses, wanted)
+    mine = bring_ids(episodes, wanted)
     scores: list[ResponseScore] = []
     failure: Exception | None = None
     try:
-        pairs = [(responses.rows[number].prompt, ids) for number, ids in mine.items()]
+        pairs = [(episodes[number].prompt, ids) for number, ids in mine.items()]
         scores = score(pairs) if pairs else []
     except Exception as error:  # raised after the exchange, in which the other ranks wait
         failure = error
-    found = exchange_scores(dict(zip(mine, scores)), responses.rows, failure)
-    return [found[number] for number in responses.rows]
+    found = exchange_scores(dict(zip(mine, scores)), dict(enumerate(episodes)), failure)
+    return [found[number] for number in range(len(episodes))]
 
 
 def exchange_scores(
     mine: Mapping[int, ResponseScore],
-    rows: Mapping[int, ResponseRow],
+    episodes: Mapping[int, Episode],
     failure: Exception | None,
 ) -> dict[int, ResponseScore]:
     """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
@@ -88,16 +89,16 @@ def exchange_scores(
 
     Args:
         mine: scores on this rank.
-        rows: of the responses; token rewards under another key are dropped.
+        episodes: by key; token rewards under another key are dropped.
         failure: see ``exchange_results``.
 
     Raises:
         ScoringError: some rank passed a failure.
     """
     sent = {key: replace(each, token_rewards=()) for key, each in mine.items()}
-    rewarded = [key for key, each in mine.items() if each.token_rewards and key in rows]
+    rewarded = [key for key, each in mine.items() if each.token_rewards and key in episodes]
     everyone = exchange_results((sent, rewarded), failure)
-    rewards = _bring_rewards([rewarded for _, rewarded in everyone], mine, rows)
+    rewards = _bring_rewards([rewarded for _, rewarded in everyone], mine, episodes)
     return {
         key: replace(each, token_rewards=rewards[key]) if key in rewards else each
         for scores, _ in everyone
@@ -108,27 +109,29 @@ def exchange_scores(
 def _bring_rewards(
     rewarded: Sequence[Sequence[int]],
     mine: Mapping[int, ResponseScore],
-    rows: Mapping[int, ResponseRow],
+    episodes: Mapping[int, Episode],
 ) -> dict[int, Sequence[float]]:
     """Token rewards of the responses whose home this rank is; collective if any of them move.
 
     Args:
         rewarded: keys of the responses with token rewards, by the rank that scored them.
         mine: scores on this rank.
-        rows: of the responses.
+        episodes: by key.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     scored = [(at, key) for at, keys in enumerate(rewarded) for key in keys]
-    moving = [(at, key) for at, key in scored if rows[key].home != at]
+    moving = [(at, key) for at, key in scored if episodes[key].home != at]
     wanted: list[list[int]] = [[] for _ in rewarded]
     for number, (_, key) in enumerate(moving):
-        wanted[rows[key].home].append(number)
+        wanted[episodes[key].home].append(number)
     held = [number for number, (at, _) in enumerate(moving) if at == rank]
     own = [np.asarray(mine[moving[number][1]].token_rewards, np.float64) for number in held]
     values = torch.from_numpy(np.concatenate([np.empty(0), *own]))
-    lengths = [rows[key].length for _, key in moving]
+    lengths = [episodes[key].length for _, key in moving]
     (came,) = exchange(Moves([at for at, _ in moving], wanted), lengths, held, lambda _: [values])
-    rewards = {key: mine[key].token_rewards for at, key in scored if at == rank == rows[key].home}
+    rewards = {
+        key: mine[key].token_rewards for at, key in scored if at == rank == episodes[key].home
+    }
     parts = came.split([lengths[number] for number in wanted[rank]])
     for number, part in zip(wanted[rank], parts, strict=True):
         rewards[moving[number][1]] = array("d", part.numpy().tobytes())

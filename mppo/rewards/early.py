@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from mppo.batch import Trajectory
-from mppo.responses import Responses
+from mppo.batch.episode import Episode
 from mppo.rewards.division import exchange_scores
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ResponseScore
@@ -27,26 +26,26 @@ class EarlyScores:
         # one thread: a reward function need not be thread-safe
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
-    def take(self, keys: Sequence[int], trajectories: Sequence[Trajectory]) -> None:
+    def take(self, keys: Sequence[int], episodes: Sequence[Episode]) -> None:
         """Start to score finished responses; returns at once, any thread may call it.
 
         Args:
-            keys: one per trajectory; ``finish`` finds the scores by them.
-            trajectories: the responses.
+            keys: one per episode; ``finish`` finds the scores by them.
+            episodes: the responses.
         """
-        scores = self._pool.submit(self._scorer.raw_scores, trajectories)
+        scores = self._pool.submit(self._scorer.raw_scores, episodes)
         self._parts.append((tuple(keys), scores))
 
     def drop(self) -> None:
         """Cancel the parts that have not started yet."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def finish(self, keys: Sequence[int], responses: Responses) -> list[ResponseScore]:
+    def finish(self, keys: Sequence[int], episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
 
         Args:
             keys: one per response; scores under other keys are dropped.
-            responses: numbered from 0.
+            episodes: the responses.
 
         Raises:
             ScoringError: scoring failed on some rank.
@@ -59,9 +58,9 @@ class EarlyScores:
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
         self.drop()
-        rows = dict(zip(keys, responses.table, strict=True))
-        known = exchange_scores(mine, rows, failure)
+        by_key = dict(zip(keys, episodes, strict=True))
+        known = exchange_scores(mine, by_key, failure)
         late = [index for index, key in enumerate(keys) if key not in known]
-        scores = self._scorer.raw_scores_divided(responses.select(late))
+        scores = self._scorer.raw_scores_divided([episodes[index] for index in late])
         known.update(zip([keys[index] for index in late], scores, strict=True))
-        return self._scorer.finish_scores([known[key] for key in keys], responses)
+        return self._scorer.finish_scores([known[key] for key in keys], episodes)

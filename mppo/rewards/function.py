@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import RewardResult

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.batch import EpisodeResult, Prompt
+from mppo.batch.episode import EpisodeResult
+from mppo.batch.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,13 @@ class Response:
         prompt: the prompt.
         text: the response without special tokens.
         token_ids: all its tokens.
-        episode: what an agent says of the conversation; None without an agent.
+        result: what an agent says of the conversation; None without an agent.
     """
 
     prompt: Prompt
     text: str
     token_ids: Sequence[int] = ()
-    episode: EpisodeResult | None = None
+    result: EpisodeResult | None = None
 
 
 RewardFunction = Callable[[Sequence[Response]], Sequence[Any]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards import verifiers
 from mppo.rewards.extraction import extract_answer

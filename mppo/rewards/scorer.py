@@ -1,4 +1,4 @@
-"""Outcome rewards of trajectories: decode, score, clip, subtract penalties."""
+"""Outcome rewards of episodes: decode, score, clip, subtract penalties."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.batch import EpisodeResult, Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeResult
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
-from mppo.responses import ResponseRow, Responses
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import load_function
@@ -54,7 +54,7 @@ class Scorer:
     tokenizer: PreTrainedTokenizerBase
     reward: RewardConfig
     max_response_length: int | None = None
-    model: Callable[[Responses], list[ModelScore]] | None = None
+    model: Callable[[Sequence[Episode]], list[ModelScore]] | None = None
     model_weight: float = 1.0
     cache: ScoreCache | None = None
     has_agent: bool = False
@@ -69,65 +69,65 @@ class Scorer:
             first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
             self.reward_function.check(first.values())
 
-    def score(self, responses: Responses) -> list[ResponseScore]:
+    def score(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Score responses with reward function and reward model, and shape the scores.
 
         Collective: each rank scores a part of the responses and gets the scores of all.
 
         Args:
-            responses: numbered from 0.
+            episodes: the responses.
 
         Raises:
             ScoringError: on every rank: a response could not be scored; the message names the
                 prompt.
         """
-        return self.finish_scores(self.raw_scores_divided(responses), responses)
+        return self.finish_scores(self.raw_scores_divided(episodes), episodes)
 
-    def raw_scores(self, trajectories: Sequence[Trajectory]) -> list[ResponseScore]:
-        """Score trajectories by the reward function on this rank, without clip and penalties.
+    def raw_scores(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
+        """Score responses by the reward function on this rank, without clip and penalties.
 
         Raises:
             ValueError: a response could not be scored.
         """
         if self.reward_function is None:
-            return [ResponseScore(0.0) for _ in trajectories]
-        pairs = [(each.prompt, each.response_ids) for each in trajectories]
-        return self._score_ids(pairs, [each.episode for each in trajectories])
+            return [ResponseScore(0.0) for _ in episodes]
+        pairs = [(each.prompt, each.here.ids) for each in episodes]
+        return self._score_ids(pairs, [each.result for each in episodes])
 
-    def raw_scores_divided(self, responses: Responses) -> list[ResponseScore]:
+    def raw_scores_divided(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Score responses without clip and penalties; collective as ``score``.
 
         Raises:
             ScoringError: as ``score``.
         """
-        if self.reward_function is None or not responses.rows:
-            return [ResponseScore(0.0) for _ in responses.rows]
+        if self.reward_function is None or not episodes:
+            return [ResponseScore(0.0) for _ in episodes]
         if not self.has_agent:
-            return score_divided(self._score_ids, responses)
-        known = self._scores_of_conversations(responses)
-        late = [number for number in responses.rows if number not in known]
+            return score_divided(self._score_ids, episodes)
+        known = self._scores_of_conversations(episodes)
+        late = [number for number in range(len(episodes)) if number not in known]
         if late:  # the same on every rank
-            scores = score_divided(self._score_ids, responses.select(late))
+            scores = score_divided(self._score_ids, [episodes[number] for number in late])
             known.update(zip(late, scores, strict=True))
-        return [known[number] for number in responses.rows]
+        return [known[number] for number in range(len(episodes))]
 
-    def _scores_of_conversations(self, responses: Responses) -> dict[int, ResponseScore]:
+    def _scores_of_conversations(self, episodes: Sequence[Episode]) -> dict[int, ResponseScore]:
         """Scores of conversations by number, which are scored where their agent ran. Collective.
 
         Raises:
             ScoringError: as ``score``.
         """
-        talks = {number: t for number, t in responses.held.items() if t.episode is not None}
+        talks = {n: each for n, each in enumerate(episodes) if each.result is not None}
         mine: dict[int, ResponseScore] = {}
         failure: Exception | None = None
         try:
             mine = dict(zip(talks, self.raw_scores(list(talks.values()))))
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
-        return exchange_scores(mine, responses.rows, failure)
+        return exchange_scores(mine, dict(enumerate(episodes)), failure)
 
     def finish_scores(
-        self, scores: Sequence[ResponseScore], responses: Responses
+        self, scores: Sequence[ResponseScore], episodes: Sequence[Episode]
     ) -> list[ResponseScore]:
         """Add the reward model's scores; clip or replace the sums and subtract the penalties.
 
@@ -135,18 +135,18 @@ class Scorer:
 
         Args:
             scores: of the reward function, for each response.
-            responses: numbered from 0.
+            episodes: the responses.
 
         Raises:
             ScoringError: as ``score``.
         """
-        rows = responses.table
-        if self.model is not None and rows:
+        if self.model is not None and episodes:
             scores = [
-                self._add(rule, found, row.prompt)
-                for rule, found, row in zip(scores, self.model(responses), rows, strict=True)
+                self._add(rule, found, each.prompt)
+                for rule, found, each in zip(scores, self.model(episodes), episodes, strict=True)
             ]
-        return [raw.with_outcome(self._shape(raw.outcome, row)) for raw, row in zip(scores, rows)]
+        pairs = zip(scores, episodes)
+        return [raw.with_outcome(self._shape(raw.outcome, each)) for raw, each in pairs]
 
     def _add(self, rule: ResponseScore, found: ModelScore, prompt: Prompt) -> ResponseScore:
         """The weighted sum of both scores; both are among its numbers."""
@@ -168,23 +168,23 @@ class Scorer:
     def _score_ids(
         self,
         given: Sequence[tuple[Prompt, Tensor]],
-        episodes: Sequence[EpisodeResult | None] | None = None,
+        results: Sequence[EpisodeResult | None] | None = None,
     ) -> list[ResponseScore]:
         """Decode and score responses, given by prompt and tokens.
 
         Args:
             given: prompt and tokens of each.
-            episodes: what agents say of them; None: nothing.
+            results: what agents say of them; None: nothing.
         """
         if not given:
             return []
         ids = [each.tolist() for _, each in given]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        said = [None] * len(ids) if episodes is None else episodes
+        said = [None] * len(ids) if results is None else results
         return self._score(
             [
-                Response(prompt, text, array("i", own), episode)
-                for (prompt, _), text, own, episode in zip(given, texts, ids, said, strict=True)
+                Response(prompt, text, array("i", own), result)
+                for (prompt, _), text, own, result in zip(given, texts, ids, said, strict=True)
             ]
         )
 
@@ -200,24 +200,24 @@ class Scorer:
                 for score, each in zip(scores, some, strict=True)
             ]
 
-        known = {i: _by_agent(each.episode, self.reward) for i, each in enumerate(responses)}
+        known = {i: _by_agent(each.result, self.reward) for i, each in enumerate(responses)}
         left = [each for each, score in zip(responses, known.values()) if score is None]
         found = iter(call(left) if self.cache is None else self.cache.score(call, left))
         scores = [next(found) if score is None else score for score in known.values()]
         return [_with_numbers(*pair) for pair in zip(scores, responses)]
 
-    def _shape(self, score: float, row: ResponseRow) -> float:
+    def _shape(self, score: float, episode: Episode) -> float:
         reward = self.reward
         if reward.clip is not None:
             score = clip_score(score, reward.clip)
-        if row.finish_reason != "stop":
+        if episode.finish_reason != "stop":
             if reward.missing_eos_score is not None:
                 score = reward.missing_eos_score
             score -= reward.missing_eos_penalty or 0.0
         if reward.overlong_buffer_len:
             assert self.max_response_length is not None
             score += overlong_penalty(
-                row.length,
+                episode.length,
                 self.max_response_length,
                 reward.overlong_buffer_len,
                 reward.overlong_penalty_factor,
@@ -225,25 +225,25 @@ class Scorer:
         return score
 
 
-def _by_agent(episode: EpisodeResult | None, reward: RewardConfig) -> ResponseScore | None:
+def _by_agent(result: EpisodeResult | None, reward: RewardConfig) -> ResponseScore | None:
     """The score of a conversation that its agent has scored, or failed on; None: not yet scored.
 
     Raises:
         ValueError: the agent failed, and ``reward.on_error`` is ``stop``.
     """
-    if episode is None or (episode.reward is None and episode.error is None):
+    if result is None or (result.reward is None and result.error is None):
         return None
-    if episode.error is not None:
-        return without_score(FailedScore(episode.error), reward.on_error)
-    assert episode.reward is not None
-    return ResponseScore(episode.reward)
+    if result.error is not None:
+        return without_score(FailedScore(result.error), reward.on_error)
+    assert result.reward is not None
+    return ResponseScore(result.reward)
 
 
 def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:
     """The score with the agent's numbers, if there is an agent."""
-    if response.episode is None or not response.episode.numbers:
+    if response.result is None or not response.result.numbers:
         return score
-    return replace(score, numbers={**score.numbers, **response.episode.numbers})
+    return replace(score, numbers={**score.numbers, **response.result.numbers})
 
 
 def _right(score: ResponseScore) -> bool | None:

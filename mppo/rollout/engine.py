@@ -9,14 +9,14 @@ from typing import Protocol
 
 import torch
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodesBySample
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.responses import ResponseRow, Responses, ResponsesBySample, no_responses
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.source import SliceStream
 
-OnResponse = Callable[[Sequence[int], Sequence[Trajectory]], None]
+OnResponse = Callable[[Sequence[int], Sequence[Episode]], None]
 """Called with finished responses while others are still being generated, on the rank that received
 them, from any thread. Arguments: their indices in the result (``prompt * n + sample``), and the
 responses."""
@@ -43,32 +43,28 @@ class GenerationRequest:
     seed: int
     on_response: OnResponse | None = None
     num_prompts_needed: int | None = None
-    resumable: ResponsesBySample = field(default_factory=no_responses)
+    resumable: EpisodesBySample = field(default_factory=dict)
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
         """The prompt and the sample number at an index of the result."""
         index, sample = divmod(place, self.sampling.n)
         return self.prompts[index], sample
 
-    def resumed(self) -> Responses:
+    def resumed(self) -> dict[int, Episode]:
         """The resumable responses by their index in the result, at their homes.
 
         A resumed run may have other prompts or a shorter limit: entries that no longer match are
         ignored.
         """
-        rows: dict[int, ResponseRow] = {}
-        held: dict[int, Trajectory] = {}
+        found: dict[int, Episode] = {}
         for place in range(len(self.prompts) * self.sampling.n):
             prompt, sample = self.sample_at(place)
-            key = prompt.uid, sample
-            row = self.resumable.rows.get(key)
-            if row is None or not torch.equal(row.prompt.token_ids, prompt.token_ids):
+            episode = self.resumable.get((prompt.uid, sample))
+            if episode is None or not torch.equal(episode.prompt.token_ids, prompt.token_ids):
                 continue
-            if row.length + row.is_unfinished <= self.max_tokens:
-                rows[place] = replace(row, prompt=prompt)
-                if key in self.resumable.held:
-                    held[place] = replace(self.resumable.held[key], prompt=prompt)
-        return Responses(rows, held)
+            if episode.length + episode.is_unfinished <= self.max_tokens:
+                found[place] = replace(episode, prompt=prompt)
+        return found
 
 
 def sampling_seed(seed: int, step: int) -> int:
@@ -116,7 +112,7 @@ class Generation(Protocol):
         ...
 
     @property
-    def left_over(self) -> ResponsesBySample:
+    def left_over(self) -> EpisodesBySample:
         """Responses that were not collected, at their homes, for a later request to resume.
 
         Valid once ``wait`` or ``collect`` has returned.
@@ -130,7 +126,7 @@ class Generation(Protocol):
         """
         ...
 
-    def collect(self) -> Responses:
+    def collect(self) -> list[Episode]:
         """See ``RolloutEngine.generate``. Collective; call it once.
 
         Responses that were lost with a server before ``wait`` are generated again, with the
@@ -140,7 +136,7 @@ class Generation(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Generates trajectories with a copy of the actor's weights.
+    """Generates episodes with a copy of the actor's weights.
 
     Every method is collective: all ranks call it with the same arguments.
     """
@@ -153,12 +149,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(self, request: GenerationRequest) -> Responses:
+    def generate(self, request: GenerationRequest) -> list[Episode]:
         """Generate and wait for the result.
 
         Returns:
             P * n responses (or ``num_prompts_needed * n``), prompt by prompt. Every rank knows all
-            of them; the trajectory of each lies on the rank that received it.
+            of them; the tokens of each lie on the rank that received it.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mppo.responses import Responses
+from mppo.batch.episode import Episode
 from mppo.rollout.engine import Generation, GenerationRequest
 from mppo.weights.bucket import WeightBucket
 
@@ -15,7 +15,7 @@ class NoEngine:
     def submit(self, request: GenerationRequest) -> Generation:
         raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
 
-    def generate(self, request: GenerationRequest) -> Responses:
+    def generate(self, request: GenerationRequest) -> list[Episode]:
         raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

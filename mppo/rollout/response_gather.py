@@ -10,60 +10,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import OPEN, Prompt, Trajectory
+from mppo.batch.episode import OPEN, Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_varlen
-from mppo.responses import ResponseRow, Responses, ResponsesBySample, shape_of_experts
 from mppo.rollout.engine import GenerationRequest
 
 _REASONS = ("stop", "length", "abort", OPEN)
 _NO_EXPERTS = (-1, -1, -1)
 
 
-def gather_rows(
-    mine: Mapping[int, Trajectory],
+def gather_episodes(
+    mine: Mapping[int, Episode],
     request: GenerationRequest,
     world: int,
     group: dist.ProcessGroup | None,
-) -> dict[int, ResponseRow]:
-    """What every rank knows of the responses that all ranks received; collective.
+) -> dict[int, Episode]:
+    """The episodes that all ranks received; collective.
 
     Args:
-        mine: responses of this rank by their index in the result of the request.
+        mine: episodes of this rank by their index in the result of the request.
         request: the request.
         world: ranks in ``group``.
         group: process group; None is the default one.
+
+    Returns:
+        By index: this rank's with tokens, those of others without.
 
     Raises:
         ValueError: on every rank, if a log-probability is not finite.
     """
     everyone = all_gather_varlen(_table(mine), world, group)
-    rows: dict[int, ResponseRow] = {}
+    found: dict[int, Episode] = {}
     for home, table in enumerate(everyone):
-        rows.update(_read_table(table, request, home))
-    return rows
+        found.update(_read_table(table, request, home))
+    return {
+        key: replace(mine[key], home=each.home) if key in mine else each
+        for key, each in found.items()
+    }
 
 
-def _table(mine: Mapping[int, Trajectory]) -> Tensor:
-    """A rank's rows as int64 numbers.
+def _table(mine: Mapping[int, Episode]) -> Tensor:
+    """A rank's episodes without tokens as int64 numbers.
 
     The first log-probability that is not finite (whether there is one, key, version, bits); then
-    for each response key, finish reason, shape of the experts, number of parts, and its parts.
+    for each episode key, finish reason, shape of the experts, number of parts, and its parts.
     """
     numbers = [0, 0, 0, 0]
-    for key, trajectory in mine.items():
-        finite = trajectory.logprobs.isfinite()
+    for key, episode in mine.items():
+        logprobs = episode.here.logprobs
+        finite = logprobs.isfinite()
         if not numbers[0] and not bool(finite.all()):
-            bits = trajectory.logprobs[~finite][:1].view(torch.int32).item()
-            numbers[:4] = [1, key, trajectory.weight_version, int(bits)]
-        shape = shape_of_experts(trajectory) or _NO_EXPERTS
-        parts = trajectory.parts
-        numbers += [key, _REASONS.index(trajectory.finish_reason), *shape, len(parts)]
+            bits = logprobs[~finite][:1].view(torch.int32).item()
+            numbers[:4] = [1, key, episode.parts[-1][0], int(bits)]
+        shape, parts = episode.routed or _NO_EXPERTS, episode.parts
+        numbers += [key, _REASONS.index(episode.finish_reason), *shape, len(parts)]
         numbers += [number for part in parts for number in part]
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, ResponseRow]:
-    """The rows of a rank.
+def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, Episode]:
+    """What a rank knows of its episodes, by index.
 
     Raises:
         ValueError: a log-probability is not finite.
@@ -72,26 +78,14 @@ def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[in
     spoiled, key, version, bits = islice(numbers, 4)
     if spoiled:
         raise ValueError(_not_finite(request.sample_at(key)[0], version, bits))
-    rows: dict[int, ResponseRow] = {}
+    found: dict[int, Episode] = {}
     for key in numbers:
         reason, *shape, count = islice(numbers, 5)
         parts = tuple((next(numbers), next(numbers)) for _ in range(count))
         routed = None if tuple(shape) == _NO_EXPERTS else (shape[0], shape[1], shape[2])
         prompt = request.sample_at(key)[0]
-        rows[key] = ResponseRow(prompt, _REASONS[reason], parts, home, routed)
-    return rows
-
-
-def joined(before: Trajectory | None, more: Trajectory) -> Trajectory:
-    """Append a continuation to an earlier part of a response."""
-    if before is None:
-        return more
-    return replace(
-        more,
-        response_ids=torch.cat([before.response_ids, more.response_ids]),
-        logprobs=torch.cat([before.logprobs, more.logprobs]),
-        earlier=before.parts,
-    )
+        found[key] = Episode(prompt, parts, _REASONS[reason], home, routed)
+    return found
 
 
 def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
@@ -105,25 +99,22 @@ def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
 
 
 def left_over(
-    request: GenerationRequest, responses: Responses, taken: Collection[int] = ()
-) -> ResponsesBySample:
-    """The responses that are not part of the result, without empty ones, at their homes.
+    request: GenerationRequest, episodes: Mapping[int, Episode], taken: Collection[int] = ()
+) -> EpisodesBySample:
+    """The episodes that are not part of the result, without empty ones, at their homes.
 
     Args:
         request: the request.
-        responses: by index in its result.
-        taken: prompts (by index) whose responses are the result.
+        episodes: by index in its result.
+        taken: prompts (by index) whose episodes are the result.
     """
     n = request.sampling.n
-    keys: dict[int, tuple[int, int]] = {}
-    for place, row in responses.rows.items():
-        if place // n not in taken and row.length:
+    found: dict[tuple[int, int], Episode] = {}
+    for place, episode in episodes.items():
+        if place // n not in taken and episode.length:
             prompt, sample = request.sample_at(place)
-            keys[place] = prompt.uid, sample
-    return ResponsesBySample(
-        {key: responses.rows[place] for place, key in keys.items()},
-        {key: responses.held[place] for place, key in keys.items() if place in responses.held},
-    )
+            found[prompt.uid, sample] = episode
+    return found
 
 
 def cut_rows(
@@ -134,8 +125,8 @@ def cut_rows(
     logprobs: Tensor,
     request: GenerationRequest,
     version: int,
-) -> dict[int, Trajectory]:
-    """Trajectories from flat tensors.
+) -> dict[int, Episode]:
+    """Episodes from flat tensors.
 
     Args:
         keys: index of each response in the result of the request.
@@ -148,6 +139,6 @@ def cut_rows(
     """
     parts = zip(keys, reasons, tokens.split(lengths), logprobs.split(lengths), strict=True)
     return {
-        key: Trajectory(request.sample_at(key)[0], ids, values, reason, version)
+        key: Episode.sampled(request.sample_at(key)[0], EpisodeTokens(ids, values), reason, version)
         for key, reason, ids, values in parts
     }

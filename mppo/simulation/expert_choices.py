@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.models import role
 from mppo.models.attention.context import ContextPlace, split_context
 from mppo.models.microbatch import MicroBatch, padding_tokens

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
-from mppo.batch import Batch, Prompt, Trajectory
+from mppo.batch.batch import Batch
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
-from mppo.packed_batch import pack_trajectories
 from mppo.weights.shape import model_shape
 
 _STRIDE = 37
@@ -41,23 +43,21 @@ def longest_batch(recipe: Recipe, actor_config: Any = None, uneven: bool = False
     experts = None
     if actor_config is not None and recipe.actor.router_replay == "R3":
         experts = _chosen_experts(actor_config, len(prompt) + len(response))
-    trajectories = []
+    episodes = []
     for i in range(recipe.data.train_batch_size * recipe.rollout.n):
         shorter = i * _STRIDE % (len(response) // 2 + 1) if uneven else 0
         length = len(response) - shorter
         chosen = None if experts is None else experts[: len(prompt) + length]
-        trajectories.append(
-            Trajectory(
+        episodes.append(
+            Episode.sampled(
                 Prompt(i // recipe.rollout.n, prompt, "", "", ""),
-                response[:length],
-                logprobs[:length],
+                EpisodeTokens(response[:length], logprobs[:length], chosen),
                 "length",
                 0,
-                routed_experts=chosen,
             )
         )
-    scores = [float(i % 2) for i in range(len(trajectories))]
-    return pack_trajectories(trajectories, scores, recipe.algorithm.score_after_end)
+    scores = [float(i % 2) for i in range(len(episodes))]
+    return pack_episodes(episodes, scores, recipe.algorithm.score_after_end)
 
 
 def _chosen_experts(config: Any, tokens: int) -> torch.Tensor:

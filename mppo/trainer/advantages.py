@@ -39,7 +39,8 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
     veto_mask,
 )
-from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
@@ -59,7 +60,7 @@ def kl_controller(config: KLControlConfig) -> KLController:
     return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
 
 
-def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
+def reward_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> Tensor:
     """Per-token KL of actor and reference by ``algorithm.kl_penalty``: float ``[T]`` (nats)."""
     kl_T = kl_estimate(
         outputs.logprobs_T, outputs.ref_logprobs_T, algorithm.kl_penalty, outputs.full_kl_T
@@ -67,7 +68,7 @@ def reward_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor:
     return torch.where(outputs.batch.response_mask_T > 0, kl_T, 0.0)
 
 
-def current_kl(outputs: ModelOutputs, algorithm: AlgorithmConfig) -> float:
+def current_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> float:
     """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats.
 
     Collective.
@@ -121,7 +122,7 @@ def _score_scale(
 
 
 def estimate(
-    outputs: ModelOutputs,
+    outputs: Outputs,
     algorithm: AlgorithmConfig,
     kl_coef: float,
     *,
@@ -194,7 +195,7 @@ def _moments(x_T: Tensor, mask_T: Tensor, batch: Batch) -> Moments:
 
 
 def _advantages(
-    outputs: ModelOutputs,
+    outputs: Outputs,
     algorithm: AlgorithmConfig,
     rewards_T: Tensor,
     baseline_scores_B: Tensor | None,
@@ -232,7 +233,7 @@ def _advantages(
 
 
 def _gae_advantages(
-    outputs: ModelOutputs, algorithm: AlgorithmConfig, rewards_T: Tensor
+    outputs: Outputs, algorithm: AlgorithmConfig, rewards_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """GAE; with ``lam_value`` the value's target uses a lambda of its own."""
     batch = outputs.batch
@@ -254,7 +255,7 @@ def _gae_advantages(
     return advantages_T, returns_T
 
 
-def correction_weights(outputs: ModelOutputs, correction: RolloutCorrectionConfig) -> Tensor:
+def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:
     """Compute ``loss_weight_T``: response mask times importance weights, 0 on rejected tokens.
 
     Args:

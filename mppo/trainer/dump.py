@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Experience, ModelOutputs, Prompt, Trajectory, unknown_expert
+from mppo.batch.batch import unknown_expert
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.outputs import Experience, Outputs
+from mppo.batch.prompt import Prompt
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
 from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
@@ -27,7 +30,6 @@ from mppo.dumps.step_dump import (
 )
 from mppo.parallel.collectives import group_size, raise_on_any_rank
 from mppo.parallel.partition import partition
-from mppo.responses import ResponseRow, Responses
 from mppo.rewards.scores import ResponseScore
 from mppo.safety.disk import set_aside
 from mppo.trainer.advantages import needs_greedy_baseline
@@ -74,7 +76,7 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
 
 
 def dump_step(
-    run: Run, step: int, scored: ScoredRollout, outputs: ModelOutputs, experience: Experience
+    run: Run, step: int, scored: ScoredRollout, outputs: Outputs, experience: Experience
 ) -> None:
     """Write the dump of a step. Collective.
 
@@ -102,12 +104,12 @@ def _rows(scored: ScoredRollout) -> list[SequenceRow]:
     baselines = scored.baseline_B.tolist() or [None] * len(scored.judged)
     return [
         SequenceRow(
-            uid=row.prompt.uid,
-            data_source=row.prompt.data_source,
-            prompt=row.prompt.text,
-            ground_truth=str(row.prompt.ground_truth),
-            finish_reason=row.finish_reason,
-            parts=row.parts,
+            uid=episode.prompt.uid,
+            data_source=episode.prompt.data_source,
+            prompt=episode.prompt.text,
+            ground_truth=str(episode.prompt.ground_truth),
+            finish_reason=episode.finish_reason,
+            parts=episode.parts,
             score=judged.score,
             baseline=baseline,
             numbers=judged.numbers,
@@ -117,9 +119,7 @@ def _rows(scored: ScoredRollout) -> list[SequenceRow]:
             answer=judged.answer,
             right=judged.right,
         )
-        for row, judged, baseline in zip(
-            scored.responses.table, scored.judged, baselines, strict=True
-        )
+        for episode, judged, baseline in zip(scored.episodes, scored.judged, baselines, strict=True)
     ]
 
 
@@ -147,24 +147,24 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
     folder = folders[(step - 1) % len(folders)]
     try:
         header = read_header_of(folder)
-        responses, rewards = read_responses(folder, header)
+        episodes, rewards = read_episodes(folder, header)
     except UNREADABLE as error:
         why = " ".join(str(error).split())
         raise ValueError(
             f"trainer.replay={replayed}: {folder} cannot be read ({why}); restore it from a copy, "
             "or remove this step's folder"
         ) from error
-    _check_suits(run, folder, header, responses)
+    _check_suits(run, folder, header, episodes)
     judged = dumped_scores(header, rewards)
     run.roles.placement.prepare("forward")
-    batch = pack_scored(run, responses, judged)
+    batch = pack_scored(run, episodes, judged)
     baseline_B = torch.empty(0)
     if needs_greedy_baseline(run.recipe.algorithm):
         baseline_B = torch.tensor([row.baseline for row in header.rows])
-    scored = ScoredRollout(responses, batch, baseline_B, judged, [])
-    metrics = reward_metrics(responses.table, judged, [])
+    scored = ScoredRollout(episodes, batch, baseline_B, judged, [])
+    metrics = reward_metrics(episodes, judged, [])
     if run.recipe.rollout.agent is not None:
-        metrics |= conversation_metrics(responses.table)
+        metrics |= conversation_metrics(episodes)
     return scored, metrics
 
 
@@ -175,7 +175,7 @@ def dumped_scores(
 
     Args:
         header: of the dump.
-        token_rewards: of the responses held here, by index, as ``read_responses`` returns them.
+        token_rewards: of the responses held here, by index, as ``read_episodes`` returns them.
     """
     return [
         ResponseScore(
@@ -192,9 +192,9 @@ def dumped_scores(
     ]
 
 
-def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses) -> None:
+def _check_suits(run: Run, folder: Path, header: StepDump, episodes: list[Episode]) -> None:
     recipe, error = run.recipe, None
-    tokens = [each.response_ids for each in responses.trajectories if each.length]
+    tokens = [each.here.ids for each in episodes if each.tokens is not None and each.length]
     largest = int(torch.cat(tokens).max()) if tokens else 0
     vocabulary = model_shape(run.roles.actor.hf_config).vocab
     if len(header.rows) % recipe.rollout.n:
@@ -212,7 +212,9 @@ def _check_suits(run: Run, folder: Path, header: StepDump, responses: Responses)
         ) from None
 
 
-def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int, Sequence[float]]]:
+def read_episodes(
+    folder: Path, header: StepDump
+) -> tuple[list[Episode], dict[int, Sequence[float]]]:
     """The responses of a dump, of which this rank holds those whose home it is.
 
     Returns:
@@ -233,7 +235,9 @@ def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int,
         held = (home_B == rank).nonzero()[:, 0].tolist()
     read = read_experience(folder, header.ranks, held)
     ends = cumulative(lengths_B[torch.tensor(held, dtype=torch.int64)]).tolist()
-    batch, rows, mine, rewards = read.old.batch, {}, {}, {}
+    batch = read.old.batch
+    episodes: list[Episode] = []
+    rewards: dict[int, Sequence[float]] = {}
     sizes = zip(batch.prompt_B.tolist(), batch.answer_B.tolist(), strict=True)
     where = dict(zip(held, ends))
     shape = batch.routed_experts_T.shape[1:]  # the same on every rank, also if it holds nothing
@@ -247,25 +251,22 @@ def read_responses(folder: Path, header: StepDump) -> tuple[Responses, dict[int,
         parts = tuple((int(version), int(count)) for version, count in row.parts)
         home = max(int(home_B[index]), 0)
         routed = None if 0 in shape else (prompt_tokens + tokens, shape[0], shape[1])
-        rows[index] = ResponseRow(prompt, row.finish_reason, parts, home, routed)
+        own = None
         if index in where:
             start, end = first + prompt_tokens, first + prompt_tokens + tokens
             if batch.token_rewards_T[start:end].any():
                 rewards[index] = batch.token_rewards_T[start:end].tolist()
-            mine[index] = Trajectory(
-                prompt,
+            own = EpisodeTokens(
                 batch.tokens_T[start:end],
                 batch.rollout_logprobs_T[start:end],
-                row.finish_reason,
-                parts[-1][0],
                 _experts(batch.routed_experts_T[first:end]),
-                parts[:-1],
             )
-    return Responses(rows, mine), rewards
+        episodes.append(Episode(prompt, parts, row.finish_reason, home, routed, own))
+    return episodes, rewards
 
 
 def _experts(experts_T: Tensor) -> Tensor | None:
-    """The engine's choices of a sequence as ``Trajectory`` has them; None without any."""
+    """The engine's choices of a sequence as ``EpisodeTokens`` has them; None without any."""
     if 0 in experts_T.shape[1:]:
         return None
     wide_T = experts_T.to(torch.int16)

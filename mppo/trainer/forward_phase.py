@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Outputs
 from mppo.config.schedule import forward_groups
-from mppo.models.heads.outputs import Outputs, add_outputs
+from mppo.models.heads.outputs import HeadOutputs, add_outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.models.streamed_forward import StreamedForward
@@ -99,7 +100,7 @@ class ForwardPhase:
         ]
         return [weight / sum(weights) for weight in weights]
 
-    def _forward(self, role: Role) -> Outputs:
+    def _forward(self, role: Role) -> HeadOutputs:
         is_actor = role is self._roles.actor
         inputs = PassInputs(self._ref_hidden_T) if is_actor else TOKENS_ONLY
         keeps_states = role is self._roles.ref and self._roles.recipe.needs_full_kl
@@ -118,12 +119,12 @@ class ForwardPhase:
         self._ref_hidden_T = states if keeps_states else self._ref_hidden_T
         return outputs
 
-    def outputs(self) -> ModelOutputs:
+    def outputs(self) -> Outputs:
         """The batch with all roles' outputs, once every role has computed."""
         batch, recipe = self._batch, self._roles.recipe
         actor, ref, critic = (self._outputs.get(name) for name in ("actor", "ref", "critic"))
         logprobs_T = batch.rollout_logprobs_T if actor is None else actor.logprobs_T
-        return ModelOutputs(
+        return Outputs(
             batch=batch,
             logprobs_T=logprobs_T,
             ref_logprobs_T=logprobs_T if ref is None else ref.logprobs_T,

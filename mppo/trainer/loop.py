@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mppo.batch import Batch, Experience
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Experience
 from mppo.parallel.collectives import group_size
 from mppo.parallel.measurement.probe import probe_ms
 from mppo.parallel.measurement.profiler import profiling
@@ -154,7 +155,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     prefetch_metrics = wait_for_prefetch(run, step)
     with run.stage("update_weights", step):
         sync_weights(run, version=step)
-    show_samples(run, step, scored.responses, scored.judged)
+    show_samples(run, step, scored.episodes, scored.judged)
     kl = current_kl(outputs, algorithm)
     metrics = sampling_metrics | prefetch_metrics | update_metrics
     metrics |= batch_metrics(scored.batch, outputs, experience, step, recipe)
@@ -171,9 +172,9 @@ def collect_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float
     sampling = DynamicSampling(run.recipe)
     while sampling.needs_more:
         with run.stage("gen", step):
-            responses = generate_batch(run, step, last=sampling.is_last)
+            unscored = generate_batch(run, step, last=sampling.is_last)
         with run.stage("reward", step):
-            sampling.add(score(run, responses, step))
+            sampling.add(score(run, unscored, step))
             stop_request.sync()
     if sampling.ended_early:
         with run.stage("gen", step):
@@ -238,11 +239,11 @@ def validate(run: Run, step: int) -> dict[str, float]:
         return {}
     folder = run.recipe.trainer.validation_data_dir
     with run.stage("testing", step):
-        responses = generate_validation(run.engine, run.recipe, run.validation.prompts)
-        judged = run.scorer.score(responses)
+        episodes = generate_validation(run.engine, run.recipe, run.validation.prompts)
+        judged = run.scorer.score(episodes)
         if folder is not None:
-            lines = sample_lines(responses, judged, run.tokenizer)
+            lines = sample_lines(episodes, judged, run.tokenizer)
             on_first_rank(partial(write_lines, Path(folder) / f"{step}.jsonl", lines))
     show_errors(run.reporter, step, judged)
     timing = {"timing_s/testing": run.seconds["testing"]}
-    return timing | validation_metrics(responses.table, judged)
+    return timing | validation_metrics(episodes, judged)

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from mppo.algos import rollout_correction
 from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
-from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.episode import Episode
+from mppo.batch.outputs import Experience, Outputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
-from mppo.responses import ResponseRow
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.trainer.selection import informative_sequences
 from mppo.trainer.sharing.gathers import gather_of, gather_table
@@ -32,7 +33,7 @@ _ALL_RANKS, _HIGHEST = 32, 8
 
 
 def batch_metrics(
-    scored: Batch, outputs: ModelOutputs, experience: Experience, step: int, recipe: Recipe
+    scored: Batch, outputs: Outputs, experience: Experience, step: int, recipe: Recipe
 ) -> dict[str, float]:
     """All metrics of a step's data before the update; a dump has what they need. Collective.
 
@@ -162,7 +163,7 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
     }
 
 
-def mismatch_metrics(outputs: ModelOutputs, step: int) -> dict[str, float]:
+def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
     """Gap between engine and actor over response tokens: log-probabilities and weight versions.
 
     The gap of log-probabilities is reported only if the actor computed them. Collective.
@@ -333,31 +334,31 @@ def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]
 
 
 def mean_scores(
-    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Mean score by data source."""
     scores: dict[str, list[float]] = {}
-    for row, judgement in zip(rows, judgements, strict=True):
-        scores.setdefault(row.prompt.data_source, []).append(judgement.score)
+    for episode, judgement in zip(episodes, judgements, strict=True):
+        scores.setdefault(episode.prompt.data_source, []).append(judgement.score)
     return {source: sum(found) / len(found) for source, found in scores.items()}
 
 
 def mean_numbers(
-    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
 ) -> dict[tuple[str, str], float]:
     """Means of the numbers that accompany scores, by data source and name.
 
     Each mean is over the responses of the source that have the number.
     """
     numbers: dict[tuple[str, str], list[float]] = {}
-    for row, judgement in zip(rows, judgements, strict=True):
+    for episode, judgement in zip(episodes, judgements, strict=True):
         for name, value in judgement.numbers.items():
-            numbers.setdefault((row.prompt.data_source, name), []).append(value)
+            numbers.setdefault((episode.prompt.data_source, name), []).append(value)
     return {key: sum(found) / len(found) for key, found in numbers.items()}
 
 
 def reward_metrics(
-    rows: Sequence[ResponseRow],
+    episodes: Sequence[Episode],
     judgements: Sequence[ResponseScore],
     greedy: Sequence[ResponseScore],
 ) -> dict[str, float]:
@@ -367,21 +368,21 @@ def reward_metrics(
     count such as ``reward/timeouts`` for each reason why responses were not scored.
 
     Args:
-        rows: of the responses.
+        episodes: the responses.
         judgements: of these responses.
         greedy: judgements of the greedy responses; only errors and missing scores are counted.
     """
-    numbers = mean_numbers(rows, judgements)
+    numbers = mean_numbers(episodes, judgements)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
     everything = [*judgements, *greedy]
     metrics |= {f"reward/{reason}": count for reason, count in unscored(everything).items()}
     return metrics | {"reward/errors": float(len(errors_of(everything)))}
 
 
-def conversation_metrics(rows: Sequence[ResponseRow]) -> dict[str, float]:
+def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """``conversation/turns/*`` of the policy, and ``conversation/inserted_tokens/*`` of agents."""
-    turns = torch.tensor([row.turns for row in rows])
-    inserted = torch.tensor([row.inserted for row in rows])
+    turns = torch.tensor([each.turns for each in episodes])
+    inserted = torch.tensor([each.inserted for each in episodes])
     return _mean_max_min("conversation/turns", turns) | _mean_max_min(
         "conversation/inserted_tokens", inserted
     )

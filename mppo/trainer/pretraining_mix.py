@@ -15,11 +15,13 @@ from torch import Tensor
 
 from mppo.algos.packing import select_sequences
 from mppo.algos.unsupervised import ptx_loss
-from mppo.batch import Batch, Prompt, Sequences, Trajectory
+from mppo.batch.batch import Batch, Sequences
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.data.loader import PromptLoader
-from mppo.models.heads.outputs import Outputs, PolicyOutputs, map_outputs
+from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
-from mppo.packed_batch import pack_trajectories
 from mppo.parallel.device import copied
 from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 from mppo.trainer.selection import concatenate_batches
@@ -107,7 +109,7 @@ class MixedObjective:
         return (*self.objective.statistics, METRIC)
 
     def __call__(
-        self, outputs: Outputs, indices: tuple[int, ...]
+        self, outputs: HeadOutputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See ``PolicyObjective``; adds the statistic ``actor/ptx_loss``."""
         assert isinstance(outputs, PolicyOutputs)
@@ -125,14 +127,13 @@ class MixedObjective:
 
 def text_batch(documents: Sequence[Prompt]) -> Batch:
     """Pack documents as sequences of which every token but the first is predicted."""
-    trajectories = [
-        Trajectory(
+    episodes = [
+        Episode.sampled(
             Prompt(document.uid, document.token_ids[:1], document.data_source, "", ""),
-            document.token_ids[1:],
-            torch.zeros(len(document.token_ids) - 1),
+            EpisodeTokens(document.token_ids[1:], torch.zeros(len(document.token_ids) - 1)),
             "stop",
             0,
         )
         for document in documents
     ]
-    return pack_trajectories(trajectories, [0.0] * len(trajectories))
+    return pack_episodes(episodes, [0.0] * len(episodes))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.dumps.experience_files import read_experience, read_one_file
 from mppo.safety.disk import replace_text
 from mppo.safety.input_files import read_json

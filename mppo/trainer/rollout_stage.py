@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.batch import Batch, Prompt
+from mppo.batch.batch import Batch
+from mppo.batch.episode import Episode
+from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
-from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED, ResponseScore
 from mppo.rollout.engine import GenerationRequest, sampling_seed
@@ -26,7 +27,7 @@ from mppo.trainer.selection import (
     informative_sequences,
     select_batch,
 )
-from mppo.trainer.sharing.shares import pack_responses, share_out
+from mppo.trainer.sharing.shares import pack_at_home, share_out
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class UnscoredRollout:
     """Responses to one batch of prompts, before they are scored.
 
     Args:
-        responses: ``rollout.n`` for each prompt.
+        episodes: ``rollout.n`` for each prompt.
         keys: key of each response in ``early``.
         early: scoring of responses that arrived while others were still being generated.
         greedy: a greedy response to each prompt if the estimator needs its score, else empty.
     """
 
-    responses: Responses
+    episodes: list[Episode]
     keys: list[int]
     early: EarlyScores
-    greedy: Responses
+    greedy: list[Episode]
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class ScoredRollout:
     """Responses with their scores.
 
     Args:
-        responses: the responses.
+        episodes: the responses.
         batch: the packed responses with their scores.
         baseline_B: score of a greedy response to each sequence's prompt; empty without one.
         judged: the reward function's judgement of each response.
         judged_greedy: judgements of the greedy responses.
     """
 
-    responses: Responses
+    episodes: list[Episode]
     batch: Batch
     baseline_B: Tensor
     judged: list[ResponseScore]
@@ -111,17 +112,17 @@ class DynamicSampling:
         The data is the one batch, or with ``filter_groups`` the groups whose scores differ.
         """
         everything = _joined(self._found)
-        table = everything.responses.table
-        metrics = reward_metrics(table, everything.judged, everything.judged_greedy)
+        episodes = everything.episodes
+        metrics = reward_metrics(episodes, everything.judged, everything.judged_greedy)
         if self._has_agent:
-            metrics |= conversation_metrics(table)
+            metrics |= conversation_metrics(episodes)
         if not self._filter.enable:
             return everything, metrics
         batch = everything.batch
         chosen = first_groups(batch.scores_B, batch.group_B, self._size)
         places = chosen.tolist()
         kept = ScoredRollout(
-            everything.responses.select(places),
+            [episodes[i] for i in places],
             select_batch(batch, chosen),
             everything.baseline_B[chosen] if len(everything.baseline_B) else everything.baseline_B,
             [everything.judged[i] for i in places],
@@ -136,7 +137,7 @@ class DynamicSampling:
 def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
     """Concatenate scored batches."""
     return ScoredRollout(
-        concatenate_responses(part.responses for part in parts),
+        [episode for part in parts for episode in part.episodes],
         concatenate_batches([part.batch for part in parts]),
         torch.cat([part.baseline_B for part in parts]),
         [judgement for part in parts for judgement in part.judged],
@@ -153,28 +154,28 @@ def generate_batch(run: Run, step: int, last: bool) -> UnscoredRollout:
         last: whether this is the step's last batch; the next step's rollout then starts.
     """
     pending, run.ahead = run.ahead or submit(run, step), None
-    prompts, keys, responses = collect(run, pending)
-    greedy = Responses({}, {})
+    prompts, keys, episodes = collect(run, pending)
+    greedy: list[Episode] = []
     if needs_greedy_baseline(run.recipe.algorithm):
         greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
     if last:
         prefetch_next(run, step)
-    return UnscoredRollout(responses, keys, pending.early, greedy)
+    return UnscoredRollout(episodes, keys, pending.early, greedy)
 
 
 def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
     """Score responses. Collective."""
-    responses = rollout.responses
-    judged = rollout.early.finish(rollout.keys, responses)
-    batch = pack_scored(run, responses, judged)
+    episodes = rollout.episodes
+    judged = rollout.early.finish(rollout.keys, episodes)
+    batch = pack_scored(run, episodes, judged)
     judged_greedy = run.scorer.score(rollout.greedy)
     show_errors(run.reporter, step, judged + judged_greedy)
     baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
     baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
-    return ScoredRollout(responses, batch, baseline_B, judged, judged_greedy)
+    return ScoredRollout(episodes, batch, baseline_B, judged, judged_greedy)
 
 
-def pack_scored(run: Run, responses: Responses, judged: Sequence[ResponseScore]) -> Batch:
+def pack_scored(run: Run, episodes: list[Episode], judged: Sequence[ResponseScore]) -> Batch:
     """Pack scored responses and share them out. Collective."""
     # as in TRL, a response of maximal length has no end slot
     end_slots_below = 0
@@ -182,7 +183,7 @@ def pack_scored(run: Run, responses: Responses, judged: Sequence[ResponseScore])
         end_slots_below = run.recipe.data.max_response_length
     scores = [judgement.score for judgement in judged]
     token_rewards = [judgement.token_rewards for judgement in judged]
-    packed = pack_responses(responses, scores, end_slots_below, token_rewards)
+    packed = pack_at_home(episodes, scores, end_slots_below, token_rewards)
     return share_out(packed, run.roles.actor.config.num_moe_experts)
 
 
@@ -198,12 +199,12 @@ def submit(run: Run, step: int) -> PendingRollout:
     early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
     seed = sampling_seed(run.recipe.trainer.seed, step)
     request = GenerationRequest(
-        prompts, rollout, limit, seed, early.take, needed, run.partial_responses.responses
+        prompts, rollout, limit, seed, early.take, needed, run.checkpoints.partial
     )
     return PendingRollout(prompts, run.engine.submit(request), early)
 
 
-def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], Responses]:
+def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Episode]]:
     """Wait for the responses of a submitted rollout.
 
     If more prompts were submitted than a batch holds, the prompts without all their responses
@@ -212,16 +213,16 @@ def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int],
     Returns:
         The answered prompts, each response's key in ``pending.early``, and the responses.
     """
-    n, responses = run.recipe.rollout.n, pending.generation.collect()
-    run.partial_responses.responses = pending.generation.left_over
+    n, episodes = run.recipe.rollout.n, pending.generation.collect()
+    run.checkpoints.partial = pending.generation.left_over
     prompts = run.prompts.take(len(pending.prompts))
     assert prompts == pending.prompts
     place = {prompt.uid: index for index, prompt in enumerate(prompts)}
-    uids = [row.prompt.uid for row in responses.table]
+    uids = [each.prompt.uid for each in episodes]
     keys = [place[uid] * n + i % n for i, uid in enumerate(uids)]
     answered = set(uids)
     run.prompts.give_back([prompt for prompt in prompts if prompt.uid not in answered])
-    return [prompt for prompt in prompts if prompt.uid in answered], keys, responses
+    return [prompt for prompt in prompts if prompt.uid in answered], keys, episodes
 
 
 def prefetch_next(run: Run, step: int) -> None:
@@ -239,11 +240,13 @@ def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
         return {}
     with run.stage("wait_prev_gen", step):
         run.ahead.generation.wait()
-    run.partial_responses.responses = run.ahead.generation.left_over
+    run.checkpoints.partial = run.ahead.generation.left_over
     return {"timing_s/gen_ahead": run.ahead.generation.seconds}
 
 
-def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int) -> Responses:
+def generate(
+    run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
+) -> list[Episode]:
     """Generate responses to the prompts."""
     limit = run.recipe.data.max_response_length
     seed = sampling_seed(run.recipe.trainer.seed, step)

@@ -12,14 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.algos.kl_controller import KLController
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.schema import Recipe
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
 from mppo.parallel import device
 from mppo.report.reporter import Reporter
-from mppo.responses import PartialResponses
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import Generation, RolloutEngine
@@ -76,7 +75,6 @@ class Run:
     reward_stats: RewardStats
     checkpoints: Checkpointer
     reporter: Reporter
-    partial_responses: PartialResponses
     folder: RunFolder
     total_steps: int
     seconds: dict[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.build import build_agent, with_agent
 from mppo.agents.function import AgentFunction
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
 from mppo.config.rules.rule import roles_in_use
@@ -33,7 +33,6 @@ from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
-from mppo.responses import PartialResponses
 from mppo.rewards.reward_model.scorer import with_reward_model
 from mppo.rewards.reward_model.texts import reward_model_texts
 from mppo.rewards.scorer import Scorer, build_scorer
@@ -104,8 +103,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     engine = _build_engine(recipe, agent, tokenizer, folder, read_config, run_folder)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
-    partial_responses = PartialResponses()
-    state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts, partial_responses)
+    state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts)
     export = partial(exporting, engine, roles)
     saver = Checkpointer(*state, redact(plain), stop, announce, export, reporter.flush)
     return Run(
@@ -121,7 +119,6 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         checkpoints=saver,
         reporter=reporter,
         folder=run_folder,
-        partial_responses=partial_responses,
         total_steps=total_steps,
     )
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from mppo.algos import pf_ppo
 from mppo.algos.packing import cumulative, select_cu_seqlens, select_sequences
-from mppo.batch import Batch, Experience, ModelOutputs, Sequences
+from mppo.batch.batch import Batch, Sequences
+from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.models.moe.record import sequence_digests
 
 Indices = Sequence[int] | Tensor
-Holder = TypeVar("Holder", Batch, ModelOutputs, Experience)
+Holder = TypeVar("Holder", Batch, Outputs, Experience)
 Part = TypeVar("Part", bound=Sequences)
 
 
@@ -45,7 +46,7 @@ def select_batch(batch: Batch, indices: Indices) -> Batch:
     )
 
 
-def select_outputs(outputs: ModelOutputs, indices: Indices) -> ModelOutputs:
+def select_outputs(outputs: Outputs, indices: Indices) -> Outputs:
     """See :func:`select_batch`; for a batch with outputs."""
     chosen = torch.as_tensor(indices, dtype=torch.int64)
     changes = _select_fields(outputs, outputs.batch, chosen)

@@ -16,17 +16,19 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Prompt, Trajectory
+from mppo.batch.batch import Batch
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES
-from mppo.models.heads.outputs import Outputs, PolicyOutputs
+from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role
 from mppo.models.role_spec import MiniBatch, RoleSpec
-from mppo.packed_batch import pack_trajectories
 from mppo.parallel.groups import GroupRegistry
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
@@ -96,17 +98,16 @@ def train_sft(
 
 
 def _as_batch(examples: list[SupervisedExample]) -> Batch:
-    trajectories = [
-        Trajectory(
+    episodes = [
+        Episode.sampled(
             Prompt(uid, prompt_ids, "supervised", "", ""),
-            answer_ids,
-            torch.zeros(len(answer_ids)),
+            EpisodeTokens(answer_ids, torch.zeros(len(answer_ids))),
             "stop",
             0,
         )
         for uid, (prompt_ids, answer_ids) in enumerate(examples)
     ]
-    return pack_trajectories(trajectories, [0.0] * len(trajectories))
+    return pack_episodes(episodes, [0.0] * len(episodes))
 
 
 def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
@@ -137,7 +138,7 @@ class NegativeLogLikelihood:
         return ("loss",)
 
     def __call__(
-        self, outputs: Outputs, indices: tuple[int, ...]
+        self, outputs: HeadOutputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the sequences, also as the statistic ``loss``."""
         assert isinstance(outputs, PolicyOutputs)

@@ -19,7 +19,7 @@ from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, 
 from mppo.algos.masked import ALONE, Gather, sequence_sum
 from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
 from mppo.algos.rollout_correction import sequence_geometric_mean
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
 from mppo.parallel.device import copied
 

@@ -38,7 +38,7 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
     def run(folder: Path) -> int:
         import json
 
-        from mppo.batch import Prompt
+        from mppo.batch.prompt import Prompt
         from mppo.config.errors import ConfigError
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward

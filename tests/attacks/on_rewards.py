@@ -27,7 +27,7 @@ ESCAPES = b"\x1b]0;owned\x07\x1b[2J\x1b[1;31mred\r\n\x9b0m" * 50
 def judged(url: str, count: int = 2, limit_s: float = LONG_S, **settings: Any) -> int:
     """Exit code of a run whose responses are scored by a server: 0, 1 for a failure, 2 for settings
     that are refused. Prints the scores or the error."""
-    from mppo.batch import Prompt
+    from mppo.batch.prompt import Prompt
     from mppo.config.errors import ConfigError
     from mppo.config.sections.reward import RewardConfig
     from mppo.rewards.response import Response

@@ -18,7 +18,7 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
     """Score the response, then an honest one, as a run does; a thread must keep running."""
 
     def run(folder: Path) -> int:
-        from mppo.batch import Prompt
+        from mppo.batch.prompt import Prompt
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
         from mppo.rewards.scores import read_scores

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from ranks import start_ranks
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory
+from mppo.batch.batch import Batch
+from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.models.heads.outputs import tensors_of
-from mppo.packed_batch import pack_trajectories
 
 VOCABULARY = 101
 
@@ -69,24 +71,23 @@ class Outcome:
 
 
 def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
-    """Trajectories of many lengths, one of them without a response, and one a conversation."""
+    """Episodes of many lengths, one of them without a response, and one a conversation."""
     random = torch.Generator().manual_seed(3)
 
     def tokens(low: int) -> list[int]:
         count = int(torch.randint(low, longest, (), generator=random))
         return torch.randint(0, VOCABULARY, (count,), generator=random).tolist()
 
-    trajectories = []
+    episodes = []
     for uid in range(sequences):
         prompt, response = tokens(1), tokens(1) if uid != 2 else []
-        logprobs = (0.0,) * len(response)
-        known = Prompt(uid, tuple(prompt), "", "", ""), tuple(response), logprobs, "stop", 0
+        known = Prompt(uid, prompt, "", "", ""), EpisodeTokens(response, [0.0] * len(response))
         # the environment's tokens of a conversation are in the middle, and have no loss
         earlier = (
             ((0, 1), (NO_WEIGHTS, len(response) - 2)) if uid == 4 and len(response) > 2 else ()
         )
-        trajectories.append(Trajectory(*known, earlier=earlier))
-    return pack_trajectories(trajectories, [0.0] * sequences)
+        episodes.append(Episode.sampled(*known, "stop", 0, earlier))
+    return pack_episodes(episodes, [0.0] * sequences)
 
 
 def engine_choices(tokens: int, layers: int, experts: int, chosen: int) -> torch.Tensor:

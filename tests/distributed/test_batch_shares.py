@@ -13,7 +13,10 @@ from ranks import start_ranks
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
-from mppo.batch import Batch, Experience, ModelOutputs, Prompt, Trajectory
+from mppo.batch.batch import Batch
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.outputs import Experience, Outputs
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
@@ -29,7 +32,7 @@ SCANS = ("gae", "reinforce_plus_plus", "remax")
 """Estimators whose recursion over tokens rounds according to the position on the token axis."""
 
 
-def outputs_of(lengths: list[int], samples: int = 3) -> ModelOutputs:
+def outputs_of(lengths: list[int], samples: int = 3) -> Outputs:
     """Random outputs of responses of the given lengths with prompts of two tokens."""
     random = torch.Generator().manual_seed(5)
     mask_T = torch.cat([torch.tensor([0.0, 0.0] + [1.0] * n) for n in lengths])
@@ -49,10 +52,10 @@ def outputs_of(lengths: list[int], samples: int = 3) -> ModelOutputs:
         weight_version_T=torch.arange(len(mask_T)) % 3,
         token_rewards_T=numbers(),
     )
-    return ModelOutputs(batch, -numbers().abs(), -numbers().abs(), numbers())
+    return Outputs(batch, -numbers().abs(), -numbers().abs(), numbers())
 
 
-def shared(outputs: ModelOutputs) -> ModelOutputs:
+def shared(outputs: Outputs) -> Outputs:
     """The part of this rank."""
     from mppo.trainer.sharing.shares import share_out
 
@@ -197,39 +200,43 @@ def move_from_one_rank() -> None:
 
 def pack_where_responses_arrived() -> None:
     """Every rank packs the responses that it received; the last one received none."""
+    from mppo.batch.packing import pack_episodes
     from mppo.models.microbatch import select_held
-    from mppo.packed_batch import pack_trajectories
-    from mppo.responses import ResponseRow, Responses
-    from mppo.trainer.sharing.shares import pack_responses
+    from mppo.trainer.sharing.shares import pack_at_home
 
     world, rank = dist.get_world_size(), dist.get_rank()
     made = [
-        Trajectory(
+        Episode.sampled(
             Prompt(i // 2, (1, 2), "t", "", ""),
-            range(3, 3 + n),
-            [-0.1 * i] * n,
+            EpisodeTokens(
+                range(3, 3 + n), [-0.1 * i] * n, torch.full((n + 1, 2, 1), i, dtype=torch.int16)
+            ),
             "stop" if i % 2 else "length",
             i % 3,
-            torch.full((n + 1, 2, 1), i, dtype=torch.int16),
         )
         for i, n in enumerate(LENGTHS)
     ]
-    rows = {i: ResponseRow.of(each, i % (world - 1)) for i, each in enumerate(made)}
-    held = {i: made[i] for i, row in rows.items() if row.home == rank}
+    homes = [i % (world - 1) for i in range(len(made))]
+    episodes = [
+        replace(each, home=home) if home == rank else each.elsewhere(home)
+        for each, home in zip(made, homes, strict=True)
+    ]
+    held = [i for i, home in enumerate(homes) if home == rank]
     scores = torch.linspace(0, 1, len(made)).tolist()
-    packed = pack_responses(Responses(rows, held), scores, end_slots_below=LIMIT)
-    complete = pack_trajectories(made, scores, end_slots_below=LIMIT)
-    assert packed.home_B.tolist() == [row.home for row in rows.values()]
-    expected = replace(select_held(complete, list(held)), home_B=packed.home_B)
+    packed = pack_at_home(episodes, scores, end_slots_below=LIMIT)
+    complete = pack_episodes(made, scores, end_slots_below=LIMIT)
+    assert packed.home_B.tolist() == homes
+    expected = replace(select_held(complete, held), home_B=packed.home_B)
     for field in fields(packed):
         value, other = getattr(packed, field.name), getattr(expected, field.name)
         if isinstance(value, Tensor):
             assert torch.equal(value, other), field.name
             assert value.dtype == other.dtype, field.name
     # one response without expert choices: nobody uses them
-    rows = {i: replace(row, routed=None) if i == 1 else row for i, row in rows.items() if i}
-    held = {i: replace(t, routed_experts=None) if i == 1 else t for i, t in held.items() if i}
-    without = pack_responses(Responses(rows, held), scores[1:])
+    _, second, *others = episodes
+    tokens = second.tokens and replace(second.tokens, experts=None)
+    some = [replace(second, routed=None, tokens=tokens), *others]
+    without = pack_at_home(some, scores[1:])
     assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
 
 

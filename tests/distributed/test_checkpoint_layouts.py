@@ -46,14 +46,11 @@ class _Counter:
 def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
-    from mppo.responses import PartialResponses
     from mppo.supervision.signals import StopRequest
 
     parts = {"counter": part or _Counter()}
     settings = TrainerConfig(**{"async_save": False, **trainer})
-    return Checkpointer(
-        settings, root, {"actor": role}, parts, PartialResponses(), {}, StopRequest(), said.append
-    )
+    return Checkpointer(settings, root, {"actor": role}, parts, {}, StopRequest(), said.append)
 
 
 def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mppo.algos.kl import full_kl
 from mppo.algos.packing import select_sequences
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
 

@@ -20,7 +20,7 @@ import transformers
 from ledger_server import Ledger
 from ranks import start_ranks
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.sglang.api import SGLangApi
@@ -83,9 +83,9 @@ class Trainer:
 
     def generate(self) -> None:
         prompts = [Prompt(0, (3, 4), "t", "", "")]
-        responses = self.engine.generate(GenerationRequest(prompts, SamplingConfig(), 4, seed=0))
-        assert [row.parts for row in responses.table] == [((self._version, 2),)]
-        assert all(found.response_ids.tolist() == [5, 2] for found in responses.trajectories)
+        episodes = self.engine.generate(GenerationRequest(prompts, SamplingConfig(), 4, seed=0))
+        assert [each.parts for each in episodes] == [((self._version, 2),)]
+        assert all(each.here.ids.tolist() == [5, 2] for each in episodes if each.tokens is not None)
 
 
 def ledger_process(

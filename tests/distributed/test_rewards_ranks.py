@@ -2,16 +2,18 @@
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 from ranks import start_ranks
 from varied_scores import plain, random_scores
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.responses import ResponseRow, Responses
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response
@@ -20,6 +22,15 @@ from mppo.rewards.scores import read_scores
 from mppo.trainer.validation.stage import sample_lines
 
 PROMPTS = [Prompt(uid, (1,), "t", "", "p") for uid in range(5)]
+
+
+def _at_home(everything: Sequence[Episode], homes: Sequence[int]) -> list[Episode]:
+    """The episodes as this rank knows them."""
+    rank = dist.get_rank()
+    return [
+        replace(each, home=home) if home == rank else each.elsewhere(home)
+        for each, home in zip(everything, homes, strict=True)
+    ]
 
 
 def _worker(rank: int, world: int, store: str, cache: str) -> None:
@@ -38,16 +49,17 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
 
     def divided(judge, homes=None) -> list[float]:
         homes = homes or [index % world for index in range(5)]
-        everything = [Trajectory(each, (each.uid,), (0.0,), "stop", 0) for each in PROMPTS]
-        rows = {i: ResponseRow.of(everything[i], home) for i, home in enumerate(homes)}
-        held = {i: everything[i] for i, home in enumerate(homes) if home == rank}
+        everything = [
+            Episode.sampled(each, EpisodeTokens((each.uid,), (0.0,)), "stop", 0) for each in PROMPTS
+        ]
+        episodes = _at_home(everything, homes)
 
         def score(pairs):
             assert all(ids.tolist() == [prompt.uid] for prompt, ids in pairs)
             part = [Response(prompt, "x") for prompt, _ in pairs]
             return read_scores(judge(part), part)
 
-        return [judgement.score for judgement in score_divided(score, Responses(rows, held))]
+        return [judgement.score for judgement in score_divided(score, episodes)]
 
     try:
         assert divided(judge) == [0.5, 1.5, 2.5, 3.5, 4.5]
@@ -64,16 +76,16 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         dist.all_gather_object(agreed, different)
         assert agreed == [agreed[0]] * world
         scorer = Scorer(judge, load_tokenizer(resolve_model("builtin:tiny", cache)), RewardConfig())
-        everything = [Trajectory(prompt, (5,), (0.0,), "stop", 0) for prompt in PROMPTS]
-        rows = {i: ResponseRow.of(each, i % world) for i, each in enumerate(everything)}
-        held = {i: everything[i] for i, row in rows.items() if row.home == rank}
+        tokens = EpisodeTokens((5,), (0.0,))
+        everything = [Episode.sampled(prompt, tokens, "stop", 0) for prompt in PROMPTS]
+        episodes = _at_home(everything, [i % world for i in range(5)])
         early = EarlyScores(scorer)
         scored.clear()
         if rank == world - 1:
             early.take([3, 1], [everything[3], everything[1]])
-        finished = early.finish(range(5), Responses(rows, held))
+        finished = early.finish(range(5), episodes)
         assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
-        lines = sample_lines(Responses(rows, held), finished, scorer.tokenizer)
+        lines = sample_lines(episodes, finished, scorer.tokenizer)
         written = [json.loads(line)["score"] for line in lines]
         assert written == ([] if rank else [0.5, 1.5, 2.5, 3.5, 4.5])
         late = [
@@ -86,16 +98,15 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
         dist.destroy_process_group()
 
 
-def _compare_token_rewards(scorer: Scorer, everything: list[Trajectory]) -> None:
+def _compare_token_rewards(scorer: Scorer, everything: list[Episode]) -> None:
     """Rewards of tokens lie with the tokens, wherever the response was scored."""
     rank, world = dist.get_rank(), dist.get_world_size()
     homes = [min(index, 1) % world for index in range(5)]  # more than the share of one rank
-    rows = {i: ResponseRow.of(each, homes[i]) for i, each in enumerate(everything)}
-    responses = Responses(rows, {i: everything[i] for i in rows if homes[i] == rank})
+    episodes = _at_home(everything, homes)
     early = EarlyScores(scorer)
     if rank == 0:
         early.take([0], everything[:1])
-    for found in (scorer.score(responses), early.finish(range(5), responses)):
+    for found in (scorer.score(episodes), early.finish(range(5), episodes)):
         assert [each.score for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
         mine = [list(each.token_rewards) for each in found]
         assert mine == [[uid + 1.0] if homes[uid] == rank else [] for uid in range(5)]
@@ -105,21 +116,21 @@ def _compare_numbers_and_texts() -> None:
     """Every rank gets the same bits and texts, and each home its rewards."""
     rank, world = dist.get_rank(), dist.get_world_size()
     everything = random_scores(40)
-    rows = {
-        key: ResponseRow(PROMPTS[0], "stop", ((0, max(1, len(each.token_rewards))),), home % world)
+    episodes = {
+        key: Episode(PROMPTS[0], ((0, max(1, len(each.token_rewards))),), "stop", home % world)
         for home, (key, each) in enumerate(everything.items())
     }
     mine = {key: each for key, each in everything.items() if (key // 3) % world == rank}
-    found = exchange_scores(mine, rows, None)
+    found = exchange_scores(mine, episodes, None)
     assert found.keys() == everything.keys()
     for key, each in found.items():
         known = plain(everything[key])
-        if rows[key].home != rank:
+        if episodes[key].home != rank:
             known = known | {"token_rewards": b""}
         assert plain(each) == known
     message = r"^(scoring failed on rank 0: )?KeyError: 'no \\ud800'$"
     with pytest.raises(ScoringError, match=message):
-        exchange_scores(mine, rows, KeyError("no \ud800") if rank == 0 else None)
+        exchange_scores(mine, episodes, KeyError("no \ud800") if rank == 0 else None)
 
 
 @pytest.mark.parametrize(

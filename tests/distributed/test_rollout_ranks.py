@@ -12,16 +12,16 @@ from ranks import start_ranks
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.engine import ConversationEngine
 from mppo.agents.turn_text import TurnText
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.moves import bring_episodes, bring_ids, bring_ids_to_first
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
-from mppo.response_moves import bring_ids, bring_ids_to_first, bring_responses
-from mppo.responses import ResponseRow, Responses, concatenate_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
-from mppo.rollout.response_gather import gather_rows, left_over
+from mppo.rollout.response_gather import gather_episodes, left_over
 from mppo.rollout.sglang.answers import take_up
 
 CONFIG = {
@@ -35,10 +35,14 @@ CONFIG = {
 }
 
 
-def _everywhere(responses: Responses, world: int) -> list[Trajectory]:
+def _everywhere(episodes: list[Episode], world: int) -> list[Episode]:
     if world == 1:
-        return responses.trajectories
-    return list(bring_responses(responses, [range(len(responses))] * world).values())
+        return episodes
+    return list(bring_episodes(episodes, [range(len(episodes))] * world).values())
+
+
+def _places_held(episodes: list[Episode]) -> list[int]:
+    return [place for place, each in enumerate(episodes) if each.tokens is not None]
 
 
 def _agent(conversations: Sequence[Conversation]) -> list[Reply]:
@@ -56,37 +60,35 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     engine = LocalEngine("none", config, torch.float32, rank=rank, world=world)
     engine.update_weights([list(source.state_dict().items())], 3)
     sampling = SamplingConfig(n=2, stop_token_ids=(5, 6, 7, 8))
-    responses = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
-    assert {row.home for row in responses.table} == set(range(min(world, len(prompts))))
-    assert [i for i, row in responses.rows.items() if row.home == rank] == list(responses.held)
-    trajectories = _everywhere(responses, world)
-    assert [row.length for row in responses.table] == [len(t.response_ids) for t in trajectories]
+    generated = engine.generate(GenerationRequest(prompts, sampling, 10, seed=11))
+    assert {each.home for each in generated} == set(range(min(world, len(prompts))))
+    assert [i for i, each in enumerate(generated) if each.home == rank] == _places_held(generated)
+    episodes = _everywhere(generated, world)
+    assert [each.length for each in generated] == [len(each.here.ids) for each in episodes]
     talking = ConversationEngine(engine, _agent, "test", TurnText(byte_tokenizer()), 3, world=world)
     conversations = talking.generate(GenerationRequest(prompts, sampling, 16, seed=11))
-    assert [i for i, row in conversations.rows.items() if row.home == rank] == list(
-        conversations.held
-    )
-    assert {each.episode.reward for each in conversations.trajectories} <= {0.0, 1.0}
-    assert max(row.turns for row in conversations.table) > 1
-    trajectories += [replace(each, episode=None) for each in _everywhere(conversations, world)]
-    return trajectories, engine.logprobs([t.response_ids.tolist() for t in trajectories])
+    mine = _places_held(conversations)
+    assert [i for i, each in enumerate(conversations) if each.home == rank] == mine
+    assert {conversations[i].result.reward for i in mine} <= {0.0, 1.0}
+    assert all(each.result is None for each in conversations if each.home != rank)
+    assert max(each.turns for each in conversations) > 1
+    episodes = episodes + [replace(each, result=None) for each in _everywhere(conversations, world)]
+    return episodes, engine.logprobs([each.here.ids.tolist() for each in episodes])
 
 
 def _prompts(count: int) -> list[Prompt]:
     return [Prompt(i, tuple(range(3, 4 + (i * 7) % 13)), "t", "", "") for i in range(count)]
 
 
-def _made(index: int) -> Trajectory:
+def _made(index: int) -> Episode:
     """A response in two parts, some without tokens and some with routed experts."""
     length = index % 4
     experts = torch.full((length + 1, 3, 1), index, dtype=torch.int16) if index % 3 else None
-    return Trajectory(
+    return Episode.sampled(
         Prompt(index, (1, 2), "t", "", ""),
-        [index] * length,
-        [-float(index)] * length,
+        EpisodeTokens([index] * length, [-float(index)] * length, experts),
         "stop",
         5,
-        experts,
         ((4, 1),) if length > 1 else (),
     )
 
@@ -97,45 +99,47 @@ def _exchange(rank: int, world: int) -> None:
     prompts = [each.prompt for each in made]
     request = GenerationRequest(prompts, SamplingConfig(), 10, seed=0)
     mine = {index: each for index, each in enumerate(made) if index * index % world == rank}
-    rows = gather_rows(mine, request, world, None)
-    expected = {i: ResponseRow.of(each, i * i % world) for i, each in enumerate(made)}
-    assert rows == expected
-    responses = Responses(rows, mine).select(range(7))
-    assert _everywhere(responses, world) == made
-    backwards = responses.select(range(6, -1, -1))
-    assert _everywhere(concatenate_responses([backwards, responses]), world) == made[::-1] + made
-    ids = [each.response_ids.tolist() for each in made]
-    assert [each.tolist() for each in bring_ids_to_first(responses)] == ([] if rank else ids)
+    found = gather_episodes(mine, request, world, None)
+    episodes = [found.pop(index) for index in range(7)]
+    assert not found
+    for index, each in enumerate(episodes):
+        home = index * index % world
+        here = replace(made[index], home=home)
+        assert each == (here if home == rank else here.elsewhere(home))
+    brought = [replace(each, home=rank) for each in made]
+    assert _everywhere(episodes, world) == brought
+    assert _everywhere(episodes[::-1] + episodes, world) == brought[::-1] + brought
+    ids = [each.here.ids.tolist() for each in made]
+    assert [each.tolist() for each in bring_ids_to_first(episodes)] == ([] if rank else ids)
     some = [[(3 * receiver + i) % 7 for i in range(4)] for receiver in range(world)]
-    found = {number: each.tolist() for number, each in bring_ids(responses, some).items()}
-    assert list(found.items()) == [(number, ids[number]) for number in some[rank]]
-    left = left_over(request, responses, taken=[1, 2])
-    assert list(left.rows) == [(i, 0) for i in (3, 5, 6)], "without empty responses"
-    assert left.held == {(i, 0): each for i, each in mine.items() if i in (3, 5, 6)}
-    _take_up(rank, world, responses)
-    spoiled = {i: replace(t, logprobs=t.logprobs * float("nan")) for i, t in mine.items() if i == 6}
+    came = {number: each.tolist() for number, each in bring_ids(episodes, some).items()}
+    assert list(came.items()) == [(number, ids[number]) for number in some[rank]]
+    left = left_over(request, dict(enumerate(episodes)), taken=[1, 2])
+    assert list(left) == [(i, 0) for i in (3, 5, 6)], "without empty responses"
+    assert left == {(i, 0): episodes[i] for i in (3, 5, 6)}
+    _take_up(rank, world, episodes)
+    spoiled = {}
+    if 6 in mine:
+        tokens = mine[6].here
+        tokens = replace(tokens, logprobs=tokens.logprobs * float("nan"))
+        spoiled[6] = replace(mine[6], tokens=tokens)
     with pytest.raises(ValueError, match=r"nan in the response to prompt 6: .*version 5"):
-        gather_rows(mine | spoiled, request, world, None)
+        gather_episodes(mine | spoiled, request, world, None)
 
 
-def _take_up(rank: int, world: int, finished: Responses) -> None:
+def _take_up(rank: int, world: int, finished: list[Episode]) -> None:
     """Finished responses stay at home; the others move to the ranks that continue them."""
-    rows = {
-        i: replace(row, finish_reason="abort" if i % 2 else "stop")
-        for i, row in finished.rows.items()
+    begun = {
+        i: replace(each, finish_reason="abort" if i % 2 else "stop")
+        for i, each in enumerate(finished)
     }
-    held = {
-        i: replace(each, finish_reason=rows[i].finish_reason) for i, each in finished.held.items()
-    }
-    homes = {i: (row.home + 1) % world for i, row in rows.items()}
-    taken = take_up(Responses(rows, held), [1, 2, 3, 6], homes, world, None)
-    assert list(taken.rows) == [1, 2, 3, 6]
-    for i, row in taken.rows.items():
-        assert row == (replace(rows[i], home=homes[i]) if i % 2 else rows[i])
-        assert (i in taken.held) == (row.home == rank)
-        if i in taken.held:
-            expected = replace(_made(i), finish_reason=row.finish_reason)
-            assert taken.held[i] == expected
+    homes = {i: (each.home + 1) % world for i, each in begun.items()}
+    taken = take_up(begun, [1, 2, 3, 6], homes, world, None)
+    assert list(taken) == [1, 2, 3, 6]
+    for i, each in taken.items():
+        home = homes[i] if i % 2 else begun[i].home
+        here = replace(_made(i), finish_reason=begun[i].finish_reason, home=home)
+        assert each == (here if home == rank else here.elsewhere(home))
 
 
 def _worker(rank: int, world: int, store: str, count: int) -> None:
@@ -144,12 +148,14 @@ def _worker(rank: int, world: int, store: str, count: int) -> None:
     try:
         mine = _generate(rank, world, _prompts(count))
         alone = _generate(0, 1, _prompts(count))
-        assert [t.finish_reason for t in mine[0]] == [t.finish_reason for t in alone[0]]
-        assert {len(t.response_ids) for t in mine[0]} != {10}
+        assert [each.finish_reason for each in mine[0]] == [each.finish_reason for each in alone[0]]
+        assert {len(each.here.ids) for each in mine[0]} != {10}
         for here, there in zip(mine[0], alone[0], strict=True):
             assert here.prompt == there.prompt
-            assert here.response_ids.tolist() == there.response_ids.tolist()
-            assert here.logprobs.tolist() == pytest.approx(there.logprobs.tolist(), abs=1e-5)
+            assert here.here.ids.tolist() == there.here.ids.tolist()
+            assert here.here.logprobs.tolist() == pytest.approx(
+                there.here.logprobs.tolist(), abs=1e-5
+            )
         for here, there in zip(mine[1], alone[1], strict=True):
             assert here == pytest.approx(there, abs=1e-5)
         _exchange(rank, world)

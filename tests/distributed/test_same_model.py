@@ -18,7 +18,7 @@ from torch import nn
 from varied_models import V2, V3, VARIANTS, WINDOW, save_variant, yarn
 from weights_worker import LENGTHS, Case, sequences, worker
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.transformers_model import empty_model, load_model
 from mppo.rollout.engine import GenerationRequest
@@ -104,12 +104,12 @@ def test_the_local_engine_computes_transformers_model(models, name):
     starts = (given[0][:3], given[1][: WINDOW + 5], given[2][:1])
     prompts = [Prompt(uid, tuple(start), "", "", "") for uid, start in enumerate(starts)]
     request = GenerationRequest(prompts, SamplingConfig(n=2, temperature=0.8), RESPONSE, seed=0)
-    drawn = engine.generate(request).trajectories
-    assert max(len(t.response_ids) for t in drawn) > WINDOW
-    for t in drawn:
-        tokens = [*t.prompt.token_ids.tolist(), *t.response_ids.tolist()]
-        expected = logprobs_of(model, tokens, 0.8)[-len(t.response_ids) :]
-        assert (t.logprobs - expected).abs().max() < TOLERANCE
+    drawn = engine.generate(request)
+    assert max(len(each.here.ids) for each in drawn) > WINDOW
+    for each in drawn:
+        tokens = [*each.prompt.token_ids.tolist(), *each.here.ids.tolist()]
+        expected = logprobs_of(model, tokens, 0.8)[-len(each.here.ids) :]
+        assert (each.here.logprobs - expected).abs().max() < TOLERANCE
     for sequence, values in zip(given, engine.logprobs(given), strict=True):
         assert (torch.tensor(values) - logprobs_of(model, sequence)).abs().max() < TOLERANCE
 

@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
@@ -125,34 +126,38 @@ class Case:
             engine.update_weights(WeightSource(self.stream), self.version)
         self.local.update_weights(self.stream(), self.version)
 
-    def check(self, engine: SGLangEngine | None = None, max_tokens: int = 8) -> list[Trajectory]:
+    def check(self, engine: SGLangEngine | None = None, max_tokens: int = 8) -> list[Episode]:
         engine = engine or self.engine
-        trajectories = engine.generate(
+        episodes = engine.generate(
             GenerationRequest(
                 prompts(6), SamplingConfig(temperature=0.7, top_p=0.9, n=2), max_tokens, seed=0
             )
-        ).trajectories
-        self.check_logprobs(trajectories, 0.7)
-        sequences = [[*t.prompt.token_ids.tolist(), *t.response_ids.tolist()] for t in trajectories]
+        )
+        self.check_logprobs(episodes, 0.7)
+        sequences = [_all_tokens(each) for each in episodes]
         for ours, theirs in zip(
             self.local.logprobs(sequences), engine.logprobs(sequences), strict=True
         ):
             assert theirs == pytest.approx(ours, abs=TOLERANCE)
-        return trajectories
+        return episodes
 
-    def check_logprobs(self, trajectories: list[Trajectory], temperature: float) -> None:
-        for t in trajectories:
-            expected = response_logprobs(self.model, t, temperature)
-            assert t.logprobs.tolist() == pytest.approx(expected, abs=TOLERANCE)
-            assert t.weight_version == self.version
+    def check_logprobs(self, episodes: list[Episode], temperature: float) -> None:
+        for each in episodes:
+            expected = response_logprobs(self.model, each, temperature)
+            assert each.here.logprobs.tolist() == pytest.approx(expected, abs=TOLERANCE)
+            assert each.parts[-1][0] == self.version
 
 
 @torch.no_grad()
-def response_logprobs(model: nn.Module, t: Trajectory, temperature: float = 1.0) -> list[float]:
+def response_logprobs(model: nn.Module, episode: Episode, temperature: float = 1.0) -> list[float]:
     """Log-probabilities of a response's tokens by a transformers model."""
-    tokens = torch.tensor([[*t.prompt.token_ids.tolist(), *t.response_ids.tolist()]])
+    tokens = torch.tensor([_all_tokens(episode)])
     logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)[:-1]
-    return logprobs.gather(-1, tokens[0, 1:, None])[-len(t.response_ids) :, 0].tolist()
+    return logprobs.gather(-1, tokens[0, 1:, None])[-len(episode.here.ids) :, 0].tolist()
+
+
+def _all_tokens(episode: Episode) -> list[int]:
+    return [*episode.prompt.token_ids.tolist(), *episode.here.ids.tolist()]
 
 
 def prompts(count: int) -> list[Prompt]:

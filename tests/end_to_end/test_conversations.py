@@ -9,7 +9,7 @@ import shutil
 import pytest
 from recipe_run import evaluate_recipe, run_recipe, smaller
 
-from mppo.batch import NO_WEIGHTS
+from mppo.batch.episode import NO_WEIGHTS
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of

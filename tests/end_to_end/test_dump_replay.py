@@ -25,7 +25,7 @@ from mppo.report.html.plots import SPECS
 from mppo.report.status import Status, write_status
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
-from mppo.trainer.dump import dumped_scores, read_responses, replay_folders
+from mppo.trainer.dump import dumped_scores, read_episodes, replay_folders
 from mppo.trainer.metrics import batch_metrics, kl_metrics, reward_metrics
 
 STEPS = 2
@@ -73,8 +73,8 @@ def test_metrics_equal_a_recomputation_from_the_dump(dumped):
         kl = current_kl(outputs, recipe.algorithm)
         found = batch_metrics(raw, outputs, again, step, recipe)
         found |= kl_metrics(kl, header.kl_coef, recipe.actor)
-        responses, rewards = read_responses(folder, header)
-        found |= reward_metrics(responses.table, dumped_scores(header, rewards), [])
+        episodes, rewards = read_episodes(folder, header)
+        found |= reward_metrics(episodes, dumped_scores(header, rewards), [])
         assert len(found) > 60
         expected = {name: logged[step][name] for name in found}
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -161,18 +161,18 @@ def test_the_report_shows_the_dumped_tokens(dumped):
 def test_a_dump_of_two_ranks_is_read_by_one(dumped):
     folder = dumped_steps(dumped)[2]
     header = read_header_of(folder)
-    responses, _ = read_responses(folder, header)
+    episodes, _ = read_episodes(folder, header)
     stored = read_experience(folder, header.ranks).old.batch
-    assert len(responses.held) == len(header.rows) == stored.num_sequences
-    tokens = [torch.cat([t.prompt.token_ids, t.response_ids]) for t in responses.trajectories]
+    assert len(episodes) == len(header.rows) == stored.num_sequences
+    tokens = [torch.cat([each.prompt.token_ids, each.here.ids]) for each in episodes]
     assert torch.equal(torch.cat(tokens), stored.tokens_T.int())
-    assert [t.weight_version for t in responses.trajectories] == [1] * len(tokens)
+    assert [each.parts[-1][0] for each in episodes] == [1] * len(tokens)
     held = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
     assert all(held), "each rank wrote the sequences it holds"
-    assert {t.home for t in responses.table} == {0}
+    assert {each.home for each in episodes} == {0}
 
 
-def test_inspect_shows_a_step_and_a_trajectory(dumped, capsys):
+def test_inspect_shows_a_step_and_an_episode(dumped, capsys):
     assert inspect([str(dumped)]) == 0
     text = capsys.readouterr().out
     assert "step 2: 16 sequences" in text

@@ -12,7 +12,8 @@ import torch
 from browser import Page, open_browser
 from recorded_update import measured, recorded_update, schedule_of, write_timeline
 
-from mppo.batch import Batch, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Outputs
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
@@ -88,7 +89,7 @@ def write_dump(folder: Path) -> None:
         weight_version_T=torch.zeros(6, dtype=torch.int64),
     )  # fmt: skip
     values_T = mask_T * torch.tensor([0.0, 0.9, -0.3, 0.4, 0.1, 0.7])
-    outputs = ModelOutputs(batch, numbers_T, numbers_T * 0.9, values_T, entropy_T=mask_T * 0.3)
+    outputs = Outputs(batch, numbers_T, numbers_T * 0.9, values_T, entropy_T=mask_T * 0.3)
     step = step_folder(folder, 3)
     step.mkdir(parents=True)
     write_share(step, 0, estimate(outputs, AlgorithmConfig(), 0.0))

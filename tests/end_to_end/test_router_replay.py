@@ -125,9 +125,9 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     device.prepare_megatron()
     from transformers import AutoConfig
 
-    from mppo.batch import Prompt
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
     from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
-    from mppo.packed_batch import pack_trajectories
     from mppo.parallel.groups import GroupRegistry
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.engine import SGLangEngine
@@ -153,10 +153,8 @@ def _run(rank: int, server: Server, folder: Path) -> None:
             for i in range(8)
         ]
         sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
-        trajectories = engine.generate(
-            GenerationRequest(prompts, sampling, 24, seed=0)
-        ).trajectories
-        batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
+        episodes = engine.generate(GenerationRequest(prompts, sampling, 24, seed=0))
+        batch = pack_episodes(episodes, [0.0] * len(episodes))
         torch.save(
             {
                 "experts": batch.routed_experts_T,

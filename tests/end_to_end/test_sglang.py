@@ -25,7 +25,7 @@ from sglang_case import (
 )
 
 from checkpoints_convert.__main__ import main as convert
-from mppo.batch import Trajectory
+from mppo.batch.episode import Episode
 from mppo.checkpoint import responses
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
@@ -39,6 +39,11 @@ from mppo.safety.temporary import own_folder
 from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang]
+
+
+def versions(episode: Episode) -> list[int]:
+    """Version of the weights that generated each token."""
+    return [version for version, count in episode.parts for _ in range(count)]
 
 
 def test_the_server_listens_on_loopback_and_requires_the_key(qwen2) -> None:
@@ -95,39 +100,37 @@ def test_greedy_and_stops_equal_the_local_engine(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     sampling = SamplingConfig(temperature=0.0)
-    ours = qwen2.local.generate(Request(prompts(8), sampling, 12, seed=0)).trajectories
-    theirs = qwen2.engine.generate(Request(prompts(8), sampling, 12, seed=0)).trajectories
-    assert [t.response_ids.tolist() for t in ours] == [t.response_ids.tolist() for t in theirs]
+    ours = qwen2.local.generate(Request(prompts(8), sampling, 12, seed=0))
+    theirs = qwen2.engine.generate(Request(prompts(8), sampling, 12, seed=0))
+    assert [each.here.ids.tolist() for each in ours] == [each.here.ids.tolist() for each in theirs]
     for a, b in zip(ours, theirs, strict=True):
-        assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
+        assert b.here.logprobs.tolist() == pytest.approx(a.here.logprobs.tolist(), abs=TOLERANCE)
     for one_left in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        theirs = qwen2.engine.generate(
-            Request(prompts(8), SamplingConfig(**one_left), 12, seed=0)
-        ).trajectories
-        assert [t.response_ids.tolist() for t in ours] == [
-            t.response_ids.tolist() for t in theirs
+        theirs = qwen2.engine.generate(Request(prompts(8), SamplingConfig(**one_left), 12, seed=0))
+        assert [each.here.ids.tolist() for each in ours] == [
+            each.here.ids.tolist() for each in theirs
         ], one_left
     stops = tuple(range(2, 60))
-    trajectories = qwen2.engine.generate(
+    episodes = qwen2.engine.generate(
         Request(prompts(8), SamplingConfig(n=4, stop_token_ids=stops), 12, seed=0)
-    ).trajectories
-    assert {t.finish_reason for t in trajectories} == {"stop", "length"}
-    for t in trajectories:
-        assert t.finish_reason == ("stop" if t.response_ids[-1].item() in stops else "length")
-        assert not set(t.response_ids[:-1].tolist()) & set(stops)
+    )
+    assert {each.finish_reason for each in episodes} == {"stop", "length"}
+    for each in episodes:
+        assert each.finish_reason == ("stop" if each.here.ids[-1].item() in stops else "length")
+        assert not set(each.here.ids[:-1].tolist()) & set(stops)
 
 
 def test_on_response_gets_responses_while_others_are_generated(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
-    parts: list[dict[int, Trajectory]] = []
+    parts: list[dict[int, Episode]] = []
     sampling = SamplingConfig(n=2)
     everything = qwen2.engine.generate(
         Request(prompts(40), sampling, 6, 0, lambda k, done: parts.append(dict(zip(k, done))))
-    ).trajectories
+    )
     assert len(parts) > 10
     assert sorted(key for part in parts for key in part) == list(range(80))
-    assert all(everything[key] == t for part in parts for key, t in part.items())
+    assert all(everything[key] == each for part in parts for key, each in part.items())
 
 
 def test_progress_is_observed_while_the_server_computes_and_not_after(qwen2) -> None:
@@ -158,9 +161,9 @@ def test_remaining_requests_are_aborted_once_enough_prompts_are_complete(qwen2) 
             lambda keys, done: reported.update(keys),
             num_prompts_needed=4,
         )
-    ).trajectories
+    )
     assert len(kept) == 8
-    uids = [t.prompt.uid for t in kept]
+    uids = [each.prompt.uid for each in kept]
     assert uids == sorted(uids)
     assert all(uids.count(uid) == 2 for uid in uids)
     assert {2 * uid + sample for uid in uids for sample in (0, 1)} <= reported
@@ -179,43 +182,42 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
     qwen2.change_weights()
     qwen2.sync(engine)
     generation = engine.submit(Request(prompts(24), sampling, 400, 0, num_prompts_needed=4))
-    first, left_over = generation.collect().trajectories, generation.left_over
-    partial = left_over.held
+    first, left_over = generation.collect(), generation.left_over
     models = {qwen2.version: copy.deepcopy(qwen2.model)}
     qwen2.change_weights()
     qwen2.sync(engine)
     models[qwen2.version] = qwen2.model
-    left = [p for p in prompts(24) if p.uid not in {t.prompt.uid for t in first}]
-    (tmp_path / responses.file_of_rank(0)).write_bytes(responses.to_bytes(left_over.held))
+    left = [p for p in prompts(24) if p.uid not in {each.prompt.uid for each in first}]
+    (tmp_path / responses.file_of_rank(0)).write_bytes(responses.to_bytes(left_over))
     loaded = responses.load_responses(tmp_path)
     second = engine.generate(
         Request(left, sampling, 400, 0, num_prompts_needed=len(left), resumable=loaded)
-    ).trajectories
+    )
     engine.stop()
-    assert partial.keys() <= {(p.uid, sample) for p in left for sample in range(2)}
-    given = {(t.prompt.uid, i % 2): t for i, t in enumerate(second)}
-    for key, before in partial.items():
-        length = len(before.response_ids)
+    assert left_over.keys() <= {(p.uid, sample) for p in left for sample in range(2)}
+    given = {(each.prompt.uid, i % 2): each for i, each in enumerate(second)}
+    for key, before in left_over.items():
+        length = len(before.here.ids)
         assert given[key].prompt == before.prompt
-        assert given[key].response_ids[:length].tolist() == before.response_ids.tolist()
-        assert given[key].weight_versions[:length].tolist() == before.weight_versions.tolist()
-    assert [t.prompt.uid for t in second] == [p.uid for p in left for _ in range(2)]
-    cut = {key for key, t in partial.items() if len(t.response_ids) and t.finish_reason == "abort"}
+        assert given[key].here.ids[:length].tolist() == before.here.ids.tolist()
+        assert versions(given[key])[:length] == versions(before)
+    assert [each.prompt.uid for each in second] == [p.uid for p in left for _ in range(2)]
+    cut = {key for key, e in left_over.items() if e.length and e.finish_reason == "abort"}
     assert cut
-    assert cut == {key for key, t in given.items() if len(set(t.weight_versions.tolist())) == 2}
-    for t in second:
-        expected = {v: response_logprobs(model, t) for v, model in models.items()}
-        by_version = [expected[version][i] for i, version in enumerate(t.weight_versions.tolist())]
-        assert t.logprobs.tolist() == pytest.approx(by_version, abs=TOLERANCE)
-        assert len(t.response_ids) <= 400
-        assert not set(t.response_ids[:-1].tolist()) & set(sampling.stop_token_ids)
+    assert cut == {key for key, each in given.items() if len(set(versions(each))) == 2}
+    for each in second:
+        expected = {v: response_logprobs(model, each) for v, model in models.items()}
+        by_version = [expected[version][i] for i, version in enumerate(versions(each))]
+        assert each.here.logprobs.tolist() == pytest.approx(by_version, abs=TOLERANCE)
+        assert len(each.here.ids) <= 400
+        assert not set(each.here.ids[:-1].tolist()) & set(sampling.stop_token_ids)
 
 
 def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     old, version = copy.deepcopy(qwen2.model), qwen2.version
-    reported: dict[int, Trajectory] = {}
+    reported: dict[int, Episode] = {}
     request = Request(
         prompts(8), SamplingConfig(n=2), 40, 0, lambda keys, done: reported.update(zip(keys, done))
     )
@@ -223,17 +225,17 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     assert sorted(reported) == list(range(16))
-    fresh = qwen2.engine.generate(
-        Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0)
-    ).trajectories
+    fresh = qwen2.engine.generate(Request(prompts(2), SamplingConfig(temperature=0.0), 6, seed=0))
     qwen2.check_logprobs(fresh, 1.0)
-    resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over)).trajectories
-    trajectories = ahead.collect().trajectories
-    assert trajectories == resumed == [reported[row] for row in range(16)]
-    assert not ahead.left_over.rows, "what was collected is not left over"
-    for t in trajectories:
-        assert t.weight_versions.tolist() == [version] * len(t.response_ids)
-        assert t.logprobs.tolist() == pytest.approx(response_logprobs(old, t), abs=TOLERANCE)
+    resumed = qwen2.engine.generate(replace(request, resumable=ahead.left_over))
+    episodes = ahead.collect()
+    assert episodes == resumed == [reported[row] for row in range(16)]
+    assert not ahead.left_over, "what was collected is not left over"
+    for each in episodes:
+        assert versions(each) == [version] * len(each.here.ids)
+        assert each.here.logprobs.tolist() == pytest.approx(
+            response_logprobs(old, each), abs=TOLERANCE
+        )
 
 
 def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:

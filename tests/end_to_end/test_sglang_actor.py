@@ -182,17 +182,17 @@ def _modes(layout: dict[str, int], layouts: list[dict[str, int]]) -> tuple[str, 
 
 def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
+    from mppo.batch.moves import bring_episodes
+    from mppo.batch.packing import pack_episodes
     from mppo.config.sections.rollout import SamplingConfig
-    from mppo.packed_batch import pack_trajectories
     from mppo.parallel.collectives import group_size
-    from mppo.response_moves import bring_responses
     from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
-    responses = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
-    everywhere = [range(len(responses))] * group_size()
-    trajectories = list(bring_responses(responses, everywhere).values())
-    batch = pack_trajectories(trajectories, [0.0] * len(trajectories))
+    found = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
+    everywhere = [range(len(found))] * group_size()
+    episodes = list(bring_episodes(found, everywhere).values())
+    batch = pack_episodes(episodes, [0.0] * len(episodes))
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0
     gap = (role.forward(batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()

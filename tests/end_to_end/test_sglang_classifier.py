@@ -9,7 +9,7 @@ import torch
 import transformers
 from sglang_case import SIZES, START_S, needs_sglang
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.rewards.remote.build import build_remote_reward

@@ -23,7 +23,7 @@ from sglang_case import (
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.engine import ConversationEngine
 from mppo.agents.turn_text import TurnText
-from mppo.batch import Trajectory
+from mppo.batch.episode import Episode
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
 from mppo.report.events import read_events
@@ -59,15 +59,13 @@ def test_a_server_killed_or_hung_in_mid_generation_loses_nothing(
             getattr(victim, end)()
 
     sampling = SamplingConfig(stop_token_ids=tuple(range(3, 12)))
-    trajectories = qwen2.engine.generate(
-        Request(prompts(16), sampling, 400, 0, strike)
-    ).trajectories
+    episodes = qwen2.engine.generate(Request(prompts(16), sampling, 400, 0, strike))
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
     assert re.search(rf"restarting SGLang server 0: .*/generate: {why}", capsys.readouterr().out)
     events = read_events(qwen2.engine.fleet.run_dir)
     assert re.search(rf"restarting SGLang server 0: .*{why}", events[-1].text)
-    assert [t.prompt.uid for t in trajectories] == list(range(16))
-    qwen2.check_logprobs(trajectories, 1.0)
+    assert [each.prompt.uid for each in episodes] == list(range(16))
+    qwen2.check_logprobs(episodes, 1.0)
 
 
 def test_conversations_whose_server_is_killed_equal_those_of_the_local_engine(qwen2) -> None:
@@ -82,19 +80,19 @@ def test_conversations_whose_server_is_killed_equal_those_of_the_local_engine(qw
             victims.pop().kill()
         return [Reply("!" * each.turn, each.turn) for each in conversations]
 
-    def talk(engine) -> list[Trajectory]:
+    def talk(engine) -> list[Episode]:
         text = TurnText(byte_tokenizer())
-        return ConversationEngine(engine, agent, "test", text, 4).generate(request).trajectories
+        return ConversationEngine(engine, agent, "test", text, 4).generate(request)
 
     ours = talk(qwen2.local)
     victims.append(server_process(qwen2))
     theirs = talk(qwen2.engine)
     assert not victims, "the server was killed between two turns"
-    assert max(len(t.parts) for t in ours) >= 5  # three turns of the policy
+    assert max(len(each.parts) for each in ours) >= 5  # three turns of the policy
     for a, b in zip(ours, theirs, strict=True):
-        assert b.response_ids.tolist() == a.response_ids.tolist()
-        assert (b.finish_reason, b.episode) == (a.finish_reason, a.episode)
-        assert b.logprobs.tolist() == pytest.approx(a.logprobs.tolist(), abs=TOLERANCE)
+        assert b.here.ids.tolist() == a.here.ids.tolist()
+        assert (b.finish_reason, b.result) == (a.finish_reason, a.result)
+        assert b.here.logprobs.tolist() == pytest.approx(a.here.logprobs.tolist(), abs=TOLERANCE)
         assert [n for v, n in b.parts if v < 0] == [n for v, n in a.parts if v < 0]
 
 
@@ -102,7 +100,7 @@ def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
     qwen2.change_weights()
     qwen2.sync()
     old, version, victim = copy.deepcopy(qwen2.model), qwen2.version, server_process(qwen2)
-    received: dict[int, Trajectory] = {}
+    received: dict[int, Episode] = {}
     answered = threading.Event()
 
     def receive(places, responses) -> None:
@@ -115,14 +113,16 @@ def test_kill_9_while_generating_ahead_loses_nothing(qwen2) -> None:
     victim.kill()
     qwen2.change_weights()
     qwen2.sync()
-    trajectories = ahead.collect().trajectories
+    episodes = ahead.collect()
     assert not victim.is_running()
-    assert [t.prompt.uid for t in trajectories] == list(range(24))
+    assert [each.prompt.uid for each in episodes] == list(range(24))
     assert sorted(received) == list(range(24))
-    assert {t.weight_version for t in trajectories} == {version, qwen2.version}
-    for t in trajectories:
-        model = old if t.weight_version == version else qwen2.model
-        assert t.logprobs.tolist() == pytest.approx(response_logprobs(model, t), abs=TOLERANCE)
+    assert {each.parts[-1][0] for each in episodes} == {version, qwen2.version}
+    for each in episodes:
+        model = old if each.parts[-1][0] == version else qwen2.model
+        assert each.here.logprobs.tolist() == pytest.approx(
+            response_logprobs(model, each), abs=TOLERANCE
+        )
 
 
 def test_kill_9_in_mid_update_and_while_asleep(qwen2) -> None:

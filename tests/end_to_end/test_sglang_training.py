@@ -141,7 +141,7 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     from mppo.hub.builtin import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    begun = responses.load_responses(root / "killed/checkpoints/global_step_1").held
+    begun = responses.load_responses(root / "killed/checkpoints/global_step_1")
     assert begun
     complete, later = (_texts(root / name, step=2) for name in ("run", "killed"))
     both = complete.keys() & later.keys()
@@ -150,7 +150,7 @@ def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dic
     assert same >= len(both) - 1, "but for a tie between the likeliest tokens"
     prompts = {key: tokenizer.decode(r.prompt.token_ids.tolist()) for key, r in begun.items()}
     starts = tokenizer.batch_decode(
-        [r.response_ids.tolist() for r in begun.values()], skip_special_tokens=True
+        [r.here.ids.tolist() for r in begun.values()], skip_special_tokens=True
     )
     went_on = [
         later[prompt].startswith(start.rstrip("\ufffd"))  # half a letter

@@ -21,12 +21,13 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from mppo.batch import Prompt, Trajectory
+    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
-    from mppo.packed_batch import pack_trajectories
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
 
@@ -45,10 +46,10 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
         spec = RoleSpec("actor", "policy", tmp_path / "model", dtype, megatron, BatchingConfig())
         role = Role(spec, config, GroupRegistry().of(megatron.layout(1)))
         ids = torch.randint(0, 101, (3, 17)).tolist()
-        batch = pack_trajectories(
+        batch = pack_episodes(
             [
-                Trajectory(
-                    Prompt(i, tuple(x[:5]), "", "", ""), tuple(x[5:]), (0.0,) * 12, "stop", 0
+                Episode.sampled(
+                    Prompt(i, x[:5], "", "", ""), EpisodeTokens(x[5:], [0.0] * 12), "stop", 0
                 )
                 for i, x in enumerate(ids)
             ],

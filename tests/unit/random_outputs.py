@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mppo.batch import Batch, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Outputs
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     RolloutCorrectionConfig,
@@ -39,4 +40,4 @@ def outputs_of(lengths, scores=None, seed=0, prompt=1, samples=2):
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    return ModelOutputs(batch, -random().abs(), -random().abs(), random())
+    return Outputs(batch, -random().abs(), -random().abs(), random())

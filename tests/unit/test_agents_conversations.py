@@ -15,13 +15,13 @@ from mppo.agents.hermes import HermesAgent
 from mppo.agents.number_hints import hint
 from mppo.agents.tools import calc_gsm8k_reward, calculate
 from mppo.agents.turn_text import TurnText
-from mppo.batch import NO_WEIGHTS, OPEN, EpisodeResult, Prompt, Trajectory
+from mppo.batch.episode import NO_WEIGHTS, OPEN, Episode, EpisodeResult, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
-from mppo.responses import ResponseRow, ResponsesBySample
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import GenerationRequest
@@ -68,14 +68,12 @@ def keep_talking(conversations):
 
 
 def test_a_turn_continues_from_the_sampled_tokens_and_those_of_the_environment():
-    engine, responses = talk(keep_talking)
-    found = responses.trajectories
-    complete = engine.logprobs([[*t.prompt.token_ids, *t.response_ids] for t in found])
+    engine, episodes = talk(keep_talking)
+    complete = engine.logprobs([[*each.prompt.token_ids, *each.here.ids] for each in episodes])
     turns = set()
-    for row, each, logprobs in zip(responses.table, found, complete, strict=True):
-        assert row.parts == each.parts
-        assert each.length <= 24
-        start, ids = 0, each.response_ids.tolist()
+    for each, logprobs in zip(episodes, complete, strict=True):
+        assert each.length == len(each.here.ids) == len(each.here.logprobs) <= 24
+        start, ids = 0, each.here.ids.tolist()
         behind = logprobs[len(each.prompt.token_ids) - 1 :]
         for number, (version, count) in enumerate(each.parts):
             part = slice(start, start + count)
@@ -83,26 +81,23 @@ def test_a_turn_continues_from_the_sampled_tokens_and_those_of_the_environment()
                 # a turn that another stop token ended gets the template's own end, too
                 said = "go on" if number % 4 == 1 else "<eos>" * (ids[start - 1] != 2) + "more\n"
                 assert ids[part] == byte_tokenizer()(said, add_special_tokens=False)["input_ids"]
-                assert not each.logprobs[part].any()
+                assert not each.here.logprobs[part].any()
                 assert ids[start - 1] in SAMPLING.stop_token_ids or ids[start - 1] == 2
             else:
                 assert version == 3
                 expected = pytest.approx(behind[part], abs=2e-5)
-                assert each.logprobs[part].tolist() == expected
+                assert each.here.logprobs[part].tolist() == expected
             start += count
         assert each.parts[-1][0] == 3  # the last token is the policy's
-        assert row.turns == 1 + sum(version == NO_WEIGHTS for version, _ in each.parts)
-        assert row.finish_reason == each.finish_reason
-        turns.add((row.turns, row.finish_reason))
+        assert each.turns == 1 + sum(version == NO_WEIGHTS for version, _ in each.parts)
+        turns.add((each.turns, each.finish_reason))
     assert {(4, "stop"), (2, "length")} < turns
 
 
 def test_conversations_do_not_depend_on_the_rows_generated_together():
     _, one = talk(keep_talking)
     _, other = talk(keep_talking, batch_size=5)
-    assert [t.response_ids.tolist() for t in one.trajectories] == [
-        t.response_ids.tolist() for t in other.trajectories
-    ]
+    assert [each.here.ids.tolist() for each in one] == [each.here.ids.tolist() for each in other]
 
 
 def test_no_turn_leaves_the_models_table_of_positions():
@@ -110,13 +105,12 @@ def test_no_turn_leaves_the_models_table_of_positions():
     engine = local_engine(config=transformers.OPTConfig(**MODEL, **sizes))
     prompt = Prompt(0, (5, 6, 7), "t", "5", "q")
     # a conversation with little left, beside a new response that has everything left
-    begun = Trajectory(prompt, [9] * 20, [0.0] * 20, OPEN, NO_WEIGHTS, None, ((3, 4),))
+    tokens = EpisodeTokens([9] * 20, [0.0] * 20)
+    begun = {(0, 0): Episode.sampled(prompt, tokens, OPEN, NO_WEIGHTS, ((3, 4),))}
     one_turn = SamplingConfig(n=2)
-    row = ResponseRow(prompt, OPEN, begun.parts, 0)
-    resumable = ResponsesBySample({(0, 0): row}, {(0, 0): begun})
-    found = engine.generate(GenerationRequest([prompt], one_turn, 24, 11, resumable=resumable))
-    assert [each.length for each in found.trajectories] == [24, 24]
-    assert found.trajectories[0].parts == ((3, 4), (NO_WEIGHTS, 16), (3, 4))
+    found = engine.generate(GenerationRequest([prompt], one_turn, 24, 11, resumable=begun))
+    assert [len(each.here.ids) for each in found] == [each.length for each in found] == [24, 24]
+    assert found[0].parts == ((3, 4), (NO_WEIGHTS, 16), (3, 4))
 
 
 def test_any_failure_of_a_rank_is_raised_on_all_with_the_agents_name():
@@ -136,20 +130,20 @@ def test_messages_that_cannot_be_rendered_are_a_failure_of_the_agent_in_that_con
         return [Reply(texts[c.messages[0]["content"] == "q1"]) for c in some]
 
     conversations = ConversationEngine(local_engine(), agent, "test", TurnText(tokenizer), 2)
-    found = conversations.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11)).trajectories
-    failed = [each for each in found if each.episode and each.episode.error]
+    found = conversations.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
+    failed = [each for each in found if each.result and each.result.error]
     assert {each.prompt.text for each in failed} == {"q1"}
-    assert all("turn 1" in each.episode.error for each in failed)
-    assert all("cannot be rendered" in each.episode.error for each in failed)
+    assert all("turn 1" in each.result.error for each in failed)
+    assert all("cannot be rendered" in each.result.error for each in failed)
 
 
 def test_one_turn_is_what_the_engine_alone_generates():
-    engine, responses = talk(lambda some: [Reply() for _ in some])
+    engine, episodes = talk(lambda some: [Reply() for _ in some])
     alone = engine.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
-    for own, other in zip(responses.trajectories, alone.trajectories, strict=True):
-        assert own.response_ids.tolist() == other.response_ids.tolist()
+    for own, other in zip(episodes, alone, strict=True):
+        assert own.here.ids.tolist() == other.here.ids.tolist()
         assert own.finish_reason == other.finish_reason
-        assert own.episode == EpisodeResult()
+        assert own.result == EpisodeResult()
 
 
 def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last_time():
@@ -161,7 +155,7 @@ def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last
         return keep_talking(some)
 
     early: list[int] = []
-    _, responses = talk(agent, on_response=lambda keys, _: early.extend(keys))
+    _, episodes = talk(agent, on_response=lambda keys, _: early.extend(keys))
     assert sorted(early) == list(range(12))
     assert set(seen) == {f"q{i}" for i in range(6)}
     tokenizer = byte_tokenizer()
@@ -173,7 +167,7 @@ def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last
             assert one.ground_truth == "5"
             assert one.is_last == (one.is_cut or one.turn == 4)
         texts = {c.text for c in seen[prompt.text]}
-        for each in responses.trajectories:
+        for each in episodes:
             if each.prompt.uid == prompt.uid:
                 assert tokenizer.decode(last_turn(each), skip_special_tokens=True) in texts
 
@@ -186,7 +180,7 @@ def test_a_reward_or_a_failure_of_the_agent_is_the_score():
         reward = {"q2": 2.5, "q3": 0.25}.get(one.messages[0]["content"])
         return Reply("on" if one.turn == 1 else None, reward if one.turn == 1 else None, {"x": 4})
 
-    _, responses = talk(agent)
+    _, episodes = talk(agent)
 
     def judge(some):
         assert all(each.prompt.text not in ("q1", "q2", "q3") for each in some)
@@ -194,11 +188,11 @@ def test_a_reward_or_a_failure_of_the_agent_is_the_score():
 
     def score(on_error):
         scorer = Scorer(judge, byte_tokenizer(), RewardConfig(on_error=on_error))
-        return scorer.raw_scores(responses.trajectories)
+        return scorer.raw_scores(episodes)
 
     scores = {}
-    for each, row in zip(score(-1.0), responses.table, strict=True):
-        scores.setdefault(row.prompt.text, []).append(each)
+    for each, episode in zip(score(-1.0), episodes, strict=True):
+        scores.setdefault(episode.prompt.text, []).append(each)
     assert [each.score for each in scores["q2"] + scores["q3"] + scores["q0"]] == [
         *[2.5] * 2, *[0.25] * 2, *[7.0] * 2,
     ]  # fmt: skip

@@ -32,17 +32,19 @@ PURE = frozenset(
         "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",
         "mppo.weights.torch_dist.contents",
-        "mppo.weights.torch_dist.pickles", "mppo.weights.hf.safetensors_file", "mppo.batch",
+        "mppo.weights.torch_dist.pickles", "mppo.weights.hf.safetensors_file",
+        "mppo.batch.prompt", "mppo.batch.episode", "mppo.batch.batch", "mppo.batch.outputs",
+        "mppo.batch.packing",
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``
 and ``config`` do."""
 
 LAYERS = (
-    {"batch", "safety", "cpu"},
-    {"responses", "packed_batch"},
+    {"safety", "cpu"},
     {"algos", "parallel"},
-    {"response_moves", "weights"},
+    {"batch"},
+    {"weights"},
     {"dumps"},
     {"config"},
     {"supervision"},

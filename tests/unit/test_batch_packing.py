@@ -1,20 +1,22 @@
-"""Trajectories become one flat batch, and compare by value."""
+"""Episodes become one flat batch, and compare by value."""
 
 from dataclasses import replace
 
 import torch
 
-from mppo.batch import NO_WEIGHTS, Prompt, Trajectory
-from mppo.packed_batch import pack_held, pack_trajectories
+from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 
 PROMPT = Prompt(4, (5, 6), "t", "", "")
-STOPPED = Trajectory(PROMPT, (7, 8, 9), (-0.5, -0.25, -2.0), "stop", 3, None, ((1, 1), (2, 1)))
-EMPTY = Trajectory(Prompt(1, (5,), "t", "", ""), (), (), "abort", 3)
-CUT = Trajectory(PROMPT, (9, 8, 7, 6), (-1.0,) * 4, "length", 3)
+TOKENS = EpisodeTokens((7, 8, 9), (-0.5, -0.25, -2.0))
+STOPPED = Episode.sampled(PROMPT, TOKENS, "stop", 3, ((1, 1), (2, 1)))
+EMPTY = Episode.sampled(Prompt(1, (5,), "t", "", ""), EpisodeTokens((), ()), "abort", 3)
+CUT = Episode.sampled(PROMPT, EpisodeTokens((9, 8, 7, 6), (-1.0,) * 4), "length", 3)
 
 
 def test_packed_tokens_masks_log_probabilities_and_versions():
-    batch = pack_trajectories([STOPPED, EMPTY, CUT], [1.0, 0.0, 0.5], end_slots_below=4)
+    batch = pack_episodes([STOPPED, EMPTY, CUT], [1.0, 0.0, 0.5], end_slots_below=4)
     assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 9, 5, 5, 6, 9, 8, 7, 6]
     assert batch.cu_seqlens.tolist() == [0, 6, 7, 13]
     assert batch.response_mask_T.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
@@ -29,29 +31,29 @@ def test_packed_tokens_masks_log_probabilities_and_versions():
     assert [batch.response_mask_T.dtype, batch.rollout_logprobs_T.dtype] == [torch.float32] * 2
 
 
-def test_values_of_a_trajectory_are_tensors_whatever_they_were_made_of():
-    assert STOPPED.response_ids.dtype == PROMPT.token_ids.dtype == torch.int32
-    assert STOPPED.logprobs.dtype == torch.float32
+def test_values_of_an_episode_are_tensors_whatever_they_were_made_of():
+    assert STOPPED.here.ids.dtype == PROMPT.token_ids.dtype == torch.int32
+    assert STOPPED.here.logprobs.dtype == torch.float32
     assert STOPPED.parts == ((1, 1), (2, 1), (3, 1))
-    assert STOPPED.weight_versions.tolist() == [1, 2, 3]
-    assert EMPTY.weight_versions.tolist() == []
+    assert EMPTY.parts == ((3, 0),)
 
 
-def test_trajectories_compare_by_value():
-    same = replace(STOPPED, prompt=replace(PROMPT), response_ids=torch.tensor([7, 8, 9]))
+def test_episodes_compare_by_value():
+    tokens = replace(TOKENS, ids=torch.tensor([7, 8, 9]))
+    same = replace(STOPPED, prompt=replace(PROMPT), tokens=tokens)
     assert same == STOPPED
-    assert replace(same, response_ids=(7, 8, 8)) != STOPPED
+    assert replace(same, tokens=replace(TOKENS, ids=(7, 8, 8))) != STOPPED
     assert replace(same, prompt=replace(PROMPT, token_ids=(5,))) != STOPPED
-    assert replace(same, routed_experts=torch.zeros(4, 1, 1)) != STOPPED
+    assert replace(same, tokens=replace(TOKENS, experts=torch.zeros(4, 1, 1))) != STOPPED
 
 
 def test_tokens_of_an_environment_have_no_mask_and_no_weights():
     parts = ((3, 2), (NO_WEIGHTS, 2))
-    talk = Trajectory(PROMPT, (7, 8, 1, 2, 9), (-0.5, -0.25, 0, 0, -2), "stop", 3, None, parts)
+    tokens = EpisodeTokens((7, 8, 1, 2, 9), (-0.5, -0.25, 0, 0, -2))
+    talk = Episode.sampled(PROMPT, tokens, "stop", 3, parts)
     assert (talk.length, talk.inserted) == (5, 2)
-    held = {0: STOPPED, 1: talk}
     rewards = {1: [0.0, 1.0, 0.5, 0.25, 2.0]}
-    batch = pack_held([STOPPED, talk], held, [1.0, 0.0], 9, rewards)
+    batch = pack_episodes([STOPPED, talk], [1.0, 0.0], 9, rewards)
     assert batch.response_mask_T.tolist()[6:] == [0, 0, 1, 1, 0, 0, 1, 0]
     assert batch.end_mask_T.tolist()[6:] == [0] * 7 + [1]
     assert batch.weight_version_T.tolist()[6:] == [-1, -1, 3, 3, -1, -1, 3, -1]
@@ -64,6 +66,6 @@ def test_tokens_of_an_environment_have_no_mask_and_no_weights():
 
 
 def test_a_batch_without_token_rewards_stores_none():
-    batch = pack_trajectories([STOPPED, CUT], [1.0, 0.5])
+    batch = pack_episodes([STOPPED, CUT], [1.0, 0.5])
     assert batch.token_rewards_T.shape == batch.response_mask_T.shape
     assert batch.token_rewards_T.untyped_storage().nbytes() == 4, "one number for all tokens"

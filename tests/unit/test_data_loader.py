@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.sections.data import DataConfig
 from mppo.data.loader import PromptLoader, check_batch_size

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.sections.data import DataConfig

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash
 from mppo.report.html.program import main as report
-from mppo.trainer.dump import read_responses
+from mppo.trainer.dump import read_episodes
 
 
 def test_inspect_shows_pieces_and_numbers(tmp_path, capsys):
@@ -215,8 +215,8 @@ def test_numbers_with_the_name_of_a_secret_stay_numbers(tmp_path):
 @pytest.mark.parametrize(("experts", "routed"), [((3, 2), (3, 2)), ((0, 0), None)])
 def test_every_row_of_a_dump_knows_the_shape_of_the_engines_choices(tmp_path, experts, routed):
     folder = write_dump(tmp_path, 1, experts=experts)
-    responses, _ = read_responses(folder, read_header_of(folder))
-    assert [row.routed and row.routed[1:] for row in responses.table] == [routed] * 2
+    episodes, _ = read_episodes(folder, read_header_of(folder))
+    assert [each.routed and each.routed[1:] for each in episodes] == [routed] * 2
 
 
 def test_the_hash_of_a_recipe_does_not_depend_on_its_secrets():

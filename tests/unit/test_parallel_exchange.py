@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.cpu.node_copies import first_on_node
 from mppo.models.work_share import PassMoves, ranges_of
 from mppo.parallel.exchange import EVERYWHERE, Moves, exchange

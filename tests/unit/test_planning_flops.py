@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
 
-from mppo.batch import Batch
+from mppo.batch.batch import Batch
 from mppo.planning.flops import ModelFlops, model_flops, peak_tflops, seen_pairs, update_flops
 
 DENSE = dict(

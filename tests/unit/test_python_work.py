@@ -11,19 +11,19 @@ from itertools import count
 import pytest
 import torch
 
-from mppo.batch import ModelOutputs, Prompt
+from mppo.batch.outputs import Outputs
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.microbatch import cut
-from mppo.responses import Responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.answers import add_answers
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_response import parse_responses
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
-from mppo.trainer.sharing.shares import pack_responses, share_out
+from mppo.trainer.sharing.shares import pack_at_home, share_out
 from mppo.trainer.targets import policy_targets, value_targets
 
 SAMPLES, PROMPT, LONGEST = 4, 16, 8000
@@ -57,15 +57,15 @@ def micro_batches(text: bytes) -> list[object]:
     answers = dict(enumerate(parse_responses(text)))
     prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
     request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
-    responses = add_answers(Responses({}, {}), answers, request, ROUTING, 1, None)
+    episodes = list(add_answers({}, answers, request, ROUTING, 1, None).values())
     scores = [0.5 * i for i in range(SAMPLES)]
-    batch = share_out(pack_responses(responses, scores, LONGEST), num_experts=16)
+    batch = share_out(pack_at_home(episodes, scores, LONGEST), num_experts=16)
     logprobs_T = batch.rollout_logprobs_T
-    outputs = ModelOutputs(batch, logprobs_T, 0.9 * logprobs_T, 0.1 * logprobs_T)
+    outputs = Outputs(batch, logprobs_T, 0.9 * logprobs_T, 0.1 * logprobs_T)
     experience = estimate(outputs, AlgorithmConfig(use_kl_in_reward=True), 0.1)
     everything = range(SAMPLES)
     return [
-        responses,
+        episodes,
         experience,
         experience_metrics(experience),
         mismatch_metrics(outputs, step=4),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.response import Response

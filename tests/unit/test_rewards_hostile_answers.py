@@ -5,7 +5,7 @@ import time
 import pytest
 from patient_judge import without_hurry
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.rewards import verifiers
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward

@@ -12,7 +12,7 @@ import faulty_reward_server
 import pytest
 from faulty_reward_server import true_score
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.remote.build import build_remote_reward

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.reward_model import RewardModelNormalization
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
-from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.reward_model.scale import RewardModelScale
@@ -57,7 +57,7 @@ def texts_of(tokenizer, *overrides: str):
     return reward_model_texts(recipe, tokenizer, load_config("builtin:tiny-reward"))
 
 
-def trajectory(tokenizer, text: str, finish: str = "stop", chat: bool = True) -> Trajectory:
+def episode(tokenizer, text: str, finish: str = "stop", chat: bool = True) -> Episode:
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": " 1+2= "}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if not chat:
@@ -66,24 +66,25 @@ def trajectory(tokenizer, text: str, finish: str = "stop", chat: bool = True) ->
     response = tokenizer(text)["input_ids"] + [EOS] * (finish == "stop")
     shown = tuple(messages) if chat else ()
     prompt = Prompt(0, tuple(ids), "sums", "3", rendered, messages=shown)
-    return Trajectory(prompt, tuple(response), (0.0,) * len(response), finish, 0)
+    tokens = EpisodeTokens(response, [0.0] * len(response))
+    return Episode.sampled(prompt, tokens, finish, 0)
 
 
-def tokens(texts, *trajectories: Trajectory) -> list[torch.Tensor]:
+def tokens(texts, *episodes: Episode) -> list[torch.Tensor]:
     """The reward model's tokens of these responses."""
-    held, lengths = texts.tokens(Responses.of_one_rank(trajectories))
+    held, lengths = texts.tokens(episodes)
     assert lengths == [len(ids) for ids in held.values()]
     return list(held.values())
 
 
-def both(one: Trajectory) -> list[int]:
+def both(one: Episode) -> list[int]:
     """The tokens of prompt and response."""
-    return [*one.prompt.token_ids.tolist(), *one.response_ids.tolist()]
+    return [*one.prompt.token_ids.tolist(), *one.here.ids.tolist()]
 
 
 def test_equal_tokenizer_and_template_use_the_actors_tokens(models, tokenizer):
     texts = texts_of(tokenizer)
-    one = trajectory(tokenizer, "three")
+    one = episode(tokenizer, "three")
     (ids,) = tokens(texts, one)
     assert texts.same_tokens
     assert ids.tolist() == both(one)
@@ -92,7 +93,7 @@ def test_equal_tokenizer_and_template_use_the_actors_tokens(models, tokenizer):
 def test_another_template_renders_the_messages_and_the_answer_again(models, tokenizer):
     folder = other_tokenizer(models, "other", OTHER_TEMPLATE)
     texts = texts_of(tokenizer, f"reward_model.tokenizer_path={folder}")
-    found = tokens(texts, trajectory(tokenizer, " three "), trajectory(tokenizer, "4", "length"))
+    found = tokens(texts, episode(tokenizer, " three "), episode(tokenizer, "4", "length"))
     assert [texts.own.decode(ids) for ids in found] == [
         "[system] Add.\n[user] 1+2=\n[assistant] three\n",
         "[system] Add.\n[user] 1+2=\n[assistant] 4\n",
@@ -103,7 +104,7 @@ def test_a_plain_prompt_becomes_the_message_of_a_user(models, tokenizer):
     folder = other_tokenizer(models, "for_plain", OTHER_TEMPLATE)
     keys = ("data.apply_chat_template=false", "reward_model.apply_chat_template=true")
     texts = texts_of(tokenizer, f"reward_model.tokenizer_path={folder}", *keys)
-    (ids,) = tokens(texts, trajectory(tokenizer, "3", chat=False))
+    (ids,) = tokens(texts, episode(tokenizer, "3", chat=False))
     assert texts.own.decode(ids) == "[user] 1+2=\n[assistant] 3\n"
 
 
@@ -115,8 +116,8 @@ def test_without_a_template_the_text_goes_on_and_ends_as_the_response_did(models
     assert plain.same_tokens  # the template plays no part
     again = replace(plain, same_tokens=False)
     stopped, cut = (
-        trajectory(tokenizer, "3", chat=False),
-        trajectory(tokenizer, "3", "length", False),
+        episode(tokenizer, "3", chat=False),
+        episode(tokenizer, "3", "length", False),
     )
     found = tokens(again, stopped, cut)
     assert [ids.tolist() for ids in found] == [both(each) for each in (stopped, cut)]
@@ -124,9 +125,9 @@ def test_without_a_template_the_text_goes_on_and_ends_as_the_response_did(models
 
 def test_of_a_long_text_the_last_tokens_are_kept(models, tokenizer):
     texts = texts_of(tokenizer, "reward_model.max_length=3")
-    one = trajectory(tokenizer, "three")
+    one = episode(tokenizer, "three")
     (ids,) = tokens(texts, one)
-    assert ids.tolist() == one.response_ids[-3:].tolist()
+    assert ids.tolist() == one.here.ids[-3:].tolist()
     assert texts_of(tokenizer).max_length == 512  # the model's positions
 
 
@@ -146,7 +147,7 @@ def test_a_template_that_renders_nothing_or_fails_is_an_error(models, tokenizer)
         folder = other_tokenizer(models, name, template)
         texts = texts_of(tokenizer, f"reward_model.tokenizer_path={folder}")
         with pytest.raises(ScoringError, match=message):
-            tokens(texts, trajectory(tokenizer, "3"))
+            tokens(texts, episode(tokenizer, "3"))
 
 
 def test_only_the_last_token_of_each_text_has_a_score():
@@ -199,16 +200,15 @@ def test_scores_without_deviation_cannot_be_measured(scores):
 def scored(tokenizer, reward: RewardConfig, raw: float, weight: float = 1.0, rule=None):
     """The judgements of a stopped and a cut response by a rule and a model."""
 
-    def model(responses):
-        return [ModelScore(raw, 2 * raw) for _ in responses.rows]
+    def model(episodes):
+        return [ModelScore(raw, 2 * raw) for _ in episodes]
 
     scorer = Scorer(rule, tokenizer, reward, None, model, weight)
-    answers = [trajectory(tokenizer, "3"), trajectory(tokenizer, "3", "length")]
+    answers = [episode(tokenizer, "3"), episode(tokenizer, "3", "length")]
     early = EarlyScores(scorer)
     early.take([0], answers[:1])
-    responses = Responses.of_one_rank(answers)
-    assert early.finish([0, 1], responses) == scorer.score(responses)
-    return scorer.score(responses)
+    assert early.finish([0, 1], answers) == scorer.score(answers)
+    return scorer.score(answers)
 
 
 def test_a_reward_model_alone_is_the_score(tokenizer):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward

@@ -1,14 +1,14 @@
-"""From trajectories to rewards."""
+"""From episodes to rewards."""
 
 import math
 
 import pytest
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.shaping import clip_score, overlong_penalty
@@ -23,14 +23,14 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(resolve_model("builtin:tiny", tmp_path_factory.mktemp("models")))
 
 
-def trajectory(tokenizer, text, truth="17", finish="stop", uid=0, source="arithmetic", **extra):
+def episode(tokenizer, text, truth="17", finish="stop", uid=0, source="arithmetic", **extra):
     ids = tokenizer(text)["input_ids"] + ([EOS] if finish == "stop" else [])
     prompt = Prompt(uid, (1,), source, truth, "12+5=", extra)
-    return Trajectory(prompt, tuple(ids), (0.0,) * len(ids), finish, 0)
+    return Episode.sampled(prompt, EpisodeTokens(ids, [0.0] * len(ids)), finish, 0)
 
 
-def scores_of(scorer, trajectories):
-    return [judgement.score for judgement in scorer.score(Responses.of_one_rank(trajectories))]
+def scores_of(scorer, episodes):
+    return [judgement.score for judgement in scorer.score(episodes)]
 
 
 def write_module(path, body):
@@ -40,14 +40,14 @@ def write_module(path, body):
 
 def test_rule_scores_by_data_source(tokenizer):
     scorer = build_scorer(RewardConfig(), tokenizer)
-    answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "18")]
-    answers.append(trajectory(tokenizer, "#### 17", source="gsm8k"))
+    answers = [episode(tokenizer, "17"), episode(tokenizer, "18")]
+    answers.append(episode(tokenizer, "#### 17", source="gsm8k"))
     assert scores_of(scorer, answers) == [1.0, 0.0, 1.0]
     assert scores_of(scorer, []) == []
 
 
 def test_one_verifier_for_all_and_partial_credit_when_asked(tokenizer):
-    answers = [trajectory(tokenizer, "so 17"), trajectory(tokenizer, "18")]
+    answers = [episode(tokenizer, "so 17"), episode(tokenizer, "18")]
     flexible = RewardConfig(verifier="gsm8k_flexible")
     assert scores_of(build_scorer(flexible, tokenizer), answers) == [1.0, 0.0]
     partial = RewardConfig(kwargs={"partial_credit": True})
@@ -58,14 +58,14 @@ def test_penalties_come_after_the_clip(tokenizer, tmp_path):
     body = "def score(data_source, solution_str, ground_truth, extra_info): return 5.0\n"
     name = write_module(tmp_path / "five.py", body) + ":score"
     reward = RewardConfig(name="function", function=name, clip=2.0, missing_eos_penalty=0.5)
-    answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "17", finish="length")]
+    answers = [episode(tokenizer, "17"), episode(tokenizer, "17", finish="length")]
     assert scores_of(build_scorer(reward, tokenizer), answers) == [2.0, 1.5]
 
 
 def test_a_missing_end_may_have_a_score_of_its_own(tokenizer):
     scorer = build_scorer(RewardConfig(missing_eos_score=-1.0), tokenizer)
-    answers = [trajectory(tokenizer, "17"), trajectory(tokenizer, "17", finish="length")]
-    answers += [trajectory(tokenizer, "18"), trajectory(tokenizer, "18", finish="abort")]
+    answers = [episode(tokenizer, "17"), episode(tokenizer, "17", finish="length")]
+    answers += [episode(tokenizer, "18"), episode(tokenizer, "18", finish="abort")]
     assert scores_of(scorer, answers) == [1.0, -1.0, 0.0, -1.0]
 
 
@@ -73,7 +73,7 @@ def test_overlong_penalty_counts_the_tokens_in_the_buffer(tokenizer):
     reward = RewardConfig(overlong_buffer_len=4, overlong_penalty_factor=2.0)
     scorer = build_scorer(reward, tokenizer, max_response_length=8)
     lengths = [1, 4, 5, 6, 8]
-    answers = [trajectory(tokenizer, "1" * n, finish="length", truth="x") for n in lengths]
+    answers = [episode(tokenizer, "1" * n, finish="length", truth="x") for n in lengths]
     assert scores_of(scorer, answers) == [0.0, 0.0, -0.5, -1.0, -2.0]
 
 
@@ -92,7 +92,7 @@ def test_a_function_sees_the_row_and_its_own_parameters(tokenizer, tmp_path):
     )
     name = write_module(tmp_path / "mine.py", body) + ":score"
     reward = RewardConfig(name="function", function=name, kwargs={"bonus": 0.25})
-    answer = trajectory(tokenizer, "17", source="poems", level=3)
+    answer = episode(tokenizer, "17", source="poems", level=3)
     assert scores_of(build_scorer(reward, tokenizer), [answer]) == [1.25]
 
 
@@ -110,7 +110,7 @@ def test_a_bad_score_names_the_prompt(result, message, tokenizer, tmp_path):
     name = write_module(tmp_path / "bad.py", body) + ":score"
     scorer = build_scorer(RewardConfig(name="function", function=name), tokenizer)
     with pytest.raises(ScoringError, match=message):
-        scorer.score(Responses.of_one_rank([trajectory(tokenizer, "17", uid=41)]))
+        scorer.score([episode(tokenizer, "17", uid=41)])
 
 
 def test_numpy_and_integer_scores_are_numbers(tokenizer, tmp_path):
@@ -121,7 +121,7 @@ def test_numpy_and_integer_scores_are_numbers(tokenizer, tmp_path):
     )
     name = write_module(tmp_path / "numbers.py", body) + ":score"
     scorer = build_scorer(RewardConfig(name="function", function=name), tokenizer)
-    scores = scores_of(scorer, [trajectory(tokenizer, "1"), trajectory(tokenizer, "2")])
+    scores = scores_of(scorer, [episode(tokenizer, "1"), episode(tokenizer, "2")])
     assert scores == [0.5, 1.0]
     assert all(type(score) is float for score in scores)
 
@@ -156,20 +156,20 @@ def test_wrong_settings_are_explained(settings, message, tokenizer):
 
 def test_data_that_no_rule_can_score_is_found_before_the_first_rollout(tokenizer):
     scorer = build_scorer(RewardConfig(), tokenizer)
-    good = [trajectory(tokenizer, "").prompt, trajectory(tokenizer, "", source="gsm8k").prompt]
+    good = [episode(tokenizer, "").prompt, episode(tokenizer, "", source="gsm8k").prompt]
     scorer.check(good)
     with pytest.raises(ConfigError, match="'poems'"):
-        scorer.check([*good, trajectory(tokenizer, "", source="poems").prompt])
-    bad = trajectory(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
+        scorer.check([*good, episode(tokenizer, "", source="poems").prompt])
+    bad = episode(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
     with pytest.raises(ValueError, match=r"prompt 7 .*not a number"):
         scorer.check([bad.prompt])
 
 
 def test_a_row_that_its_verifier_cannot_read_gets_the_score_of_on_error(tokenizer):
-    bad = trajectory(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
-    good = trajectory(tokenizer, "17")
+    bad = episode(tokenizer, "#### 1", truth="x", source="gsm8k", uid=7)
+    good = episode(tokenizer, "17")
     with pytest.raises(ScoringError, match=r"prompt 7 .*not a number"):
-        build_scorer(RewardConfig(), tokenizer).score(Responses.of_one_rank([good, bad]))
+        build_scorer(RewardConfig(), tokenizer).score([good, bad])
     assert scores_of(build_scorer(RewardConfig(on_error=-1), tokenizer), [good, bad]) == [1, -1]
 
 
@@ -183,8 +183,8 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
     name = write_module(tmp_path / "slow.py", body) + ":score"
     reward = RewardConfig(name="function", function=name, timeout_s=8.0, on_error=-1)
     scorer = build_scorer(reward, tokenizer)
-    answers = [trajectory(tokenizer, "slow"), trajectory(tokenizer, "quick")]
-    scored = scorer.score(Responses.of_one_rank(answers))
+    answers = [episode(tokenizer, "slow"), episode(tokenizer, "quick")]
+    scored = scorer.score(answers)
     assert [judgement.score for judgement in scored] == [-1.0, 1.0]
     none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0}
     found = {"reward/timeouts": 2.0, "reward/errors": 2.0}
@@ -194,6 +194,6 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
 
 def test_every_score_is_finite(tokenizer):
     scorer = build_scorer(RewardConfig(missing_eos_penalty=1.0), tokenizer)
-    scores = scores_of(scorer, [trajectory(tokenizer, "", finish=f) for f in ("stop", "length")])
+    scores = scores_of(scorer, [episode(tokenizer, "", finish=f) for f in ("stop", "length")])
     assert scores == [0.0, -1.0]
     assert all(map(math.isfinite, scores))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from patient_judge import without_hurry
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
@@ -142,7 +142,7 @@ def test_after_a_timeout_the_next_response_gets_half_the_time(scored):
 
 SLEEPER = """
 import sys
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 judge = FunctionReward(sys.argv[1] + ":score", {})

@@ -7,7 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.engine import GenerationRequest
@@ -109,35 +110,35 @@ def _logprobs(model: nn.Module, tokens: list[int], temperature: float = 1.0) -> 
     return logits.log_softmax(-1)[:-1].gather(-1, target)[:, 0].tolist()
 
 
-def _all_tokens(trajectory: Trajectory) -> list[int]:
-    return [*trajectory.prompt.token_ids.tolist(), *trajectory.response_ids.tolist()]
+def _all_tokens(episode: Episode) -> list[int]:
+    return [*episode.prompt.token_ids.tolist(), *episode.here.ids.tolist()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_transformers(engine_and_reference, family: str) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(temperature=0.8, n=2, top_p=0.95)
-    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 20, seed=0)).trajectories
-    assert [t.prompt.uid for t in trajectories] == [u for u in range(100, 106) for _ in range(2)]
-    for t in trajectories:
-        expected = _logprobs(reference, _all_tokens(t), 0.8)[-len(t.response_ids) :]
-        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
-        assert t.weight_version == 5
-    sequences = [_all_tokens(t) for t in trajectories]
+    episodes = engine.generate(GenerationRequest(_prompts(), sampling, 20, seed=0))
+    assert [each.prompt.uid for each in episodes] == [u for u in range(100, 106) for _ in range(2)]
+    for each in episodes:
+        expected = _logprobs(reference, _all_tokens(each), 0.8)[-len(each.here.ids) :]
+        assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+        assert each.parts[-1][0] == 5
+    sequences = [_all_tokens(each) for each in episodes]
     for sequence, values in zip(sequences, engine.logprobs(sequences), strict=True):
         assert values == pytest.approx(_logprobs(reference, sequence), abs=2e-5)
 
 
 def test_greedy_equals_transformers_generate(engine_and_reference) -> None:
     engine, reference = engine_and_reference("qwen2")
-    for t in engine.generate(
+    for each in engine.generate(
         GenerationRequest(_prompts(), SamplingConfig(temperature=0.0), 20, seed=0)
-    ).trajectories:
-        tokens = torch.tensor([t.prompt.token_ids.tolist()])
+    ):
+        tokens = torch.tensor([each.prompt.token_ids.tolist()])
         expected = reference.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=20
         )
-        assert t.response_ids.tolist() == expected[0, tokens.shape[1] :].tolist()
+        assert each.here.ids.tolist() == expected[0, tokens.shape[1] :].tolist()
 
 
 def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None:
@@ -145,36 +146,34 @@ def test_tokens_do_not_depend_on_batching_or_order(engine_and_reference) -> None
     small, _ = engine_and_reference("qwen2", batch_size=3)
     sampling = SamplingConfig(n=3)
     prompts = _prompts()
-    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4)).trajectories
-    assert [t.response_ids.tolist() for t in complete] == [
-        t.response_ids.tolist()
-        for t in small.generate(GenerationRequest(prompts, sampling, 15, seed=4)).trajectories
+    complete = engine.generate(GenerationRequest(prompts, sampling, 15, seed=4))
+    assert [each.here.ids.tolist() for each in complete] == [
+        each.here.ids.tolist()
+        for each in small.generate(GenerationRequest(prompts, sampling, 15, seed=4))
     ]
-    backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4)).trajectories
+    backwards = engine.generate(GenerationRequest(prompts[::-1], sampling, 15, seed=4))
     by_uid = {}
-    for t in backwards:
-        by_uid.setdefault(t.prompt.uid, []).append(t.response_ids.tolist())
-    assert [t.response_ids.tolist() for t in complete] == [
+    for each in backwards:
+        by_uid.setdefault(each.prompt.uid, []).append(each.here.ids.tolist())
+    assert [each.here.ids.tolist() for each in complete] == [
         r for p in prompts for r in by_uid[p.uid]
     ]
-    assert len({tuple(t.response_ids.tolist()) for t in complete}) == len(complete)
-    assert (
-        complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5)).trajectories
-    )
+    assert len({tuple(each.here.ids.tolist()) for each in complete}) == len(complete)
+    assert complete != engine.generate(GenerationRequest(prompts, sampling, 15, seed=5))
 
 
 def test_rows_stop_at_stop_tokens_and_at_the_length(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2")
     stops = tuple(range(2, 20))
     sampling = SamplingConfig(n=8, stop_token_ids=stops)
-    trajectories = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0)).trajectories
-    assert {t.finish_reason for t in trajectories} == {"stop", "length"}
-    for t in trajectories:
-        ended = t.response_ids[-1].item() in stops
-        assert t.finish_reason == ("stop" if ended else "length")
-        assert len(t.response_ids) == len(t.logprobs)
-        assert ended or len(t.response_ids) == 6
-        assert not set(t.response_ids[:-1].tolist()) & set(stops)
+    episodes = engine.generate(GenerationRequest(_prompts(), sampling, 6, seed=0))
+    assert {each.finish_reason for each in episodes} == {"stop", "length"}
+    for each in episodes:
+        ended = each.here.ids[-1].item() in stops
+        assert each.finish_reason == ("stop" if ended else "length")
+        assert len(each.here.ids) == len(each.here.logprobs)
+        assert ended or len(each.here.ids) == 6
+        assert not set(each.here.ids[:-1].tolist()) & set(stops)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
@@ -183,20 +182,18 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 ) -> None:
     engine, reference = engine_and_reference(family)
     sampling = SamplingConfig(n=8, stop_token_ids=tuple(range(2, 12)))
-    for t in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)).trajectories:
-        expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
-        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+    for each in engine.generate(GenerationRequest(_prompts(), sampling, 40, seed=0)):
+        expected = _logprobs(reference, _all_tokens(each))[-len(each.here.ids) :]
+        assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
     engine.stop_tokens = ()
-    for t in engine.generate(
-        GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)
-    ).trajectories:
-        assert len(t.response_ids) == 300
-        expected = _logprobs(reference, _all_tokens(t))[-300:]
-        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+    for each in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):
+        assert len(each.here.ids) == 300
+        expected = _logprobs(reference, _all_tokens(each))[-300:]
+        assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -268,12 +265,7 @@ def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         engine.logprobs([[1, 2]])
     engine.update_weights([tensors], 1)
-    assert (
-        len(
-            engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0)).trajectories
-        )
-        == 6
-    )
+    assert len(engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 2, seed=0))) == 6
 
 
 def test_bfloat16_weights_are_rounded_whatever_type_computes(tmp_path) -> None:
@@ -299,14 +291,12 @@ def test_experts_of_any_width_are_multiplied(tmp_path, dtype: torch.dtype) -> No
     reference = _reference(config).to(dtype)
     reference.set_experts_implementation("eager")
     engine.update_weights([_checkpoint(reference, str(tmp_path))], 1)
-    (t,) = engine.generate(
-        GenerationRequest(_prompts((5,)), SamplingConfig(), 10, seed=0)
-    ).trajectories
-    (values,) = engine.logprobs([_all_tokens(t)])
-    expected = _logprobs(reference, _all_tokens(t))
+    (each,) = engine.generate(GenerationRequest(_prompts((5,)), SamplingConfig(), 10, seed=0))
+    (values,) = engine.logprobs([_all_tokens(each)])
+    expected = _logprobs(reference, _all_tokens(each))
     allowed = 2e-5 if dtype == torch.float32 else 0.3
     assert values == pytest.approx(expected, abs=allowed)
-    assert t.logprobs.tolist() == pytest.approx(values[-10:], abs=allowed)
+    assert each.here.logprobs.tolist() == pytest.approx(values[-10:], abs=allowed)
 
 
 def test_short_sequences_have_no_logprobs(engine_and_reference) -> None:
@@ -338,7 +328,7 @@ def test_weights_that_are_not_finite_are_reported(engine_and_reference, top_p: f
 
 def test_on_response_gets_responses_while_others_are_generated(engine_and_reference) -> None:
     engine, _ = engine_and_reference("qwen2", batch_size=4)
-    reported: dict[int, Trajectory] = {}
+    reported: dict[int, Episode] = {}
     everything = engine.generate(
         GenerationRequest(
             _prompts(),
@@ -347,6 +337,6 @@ def test_on_response_gets_responses_while_others_are_generated(engine_and_refere
             0,
             lambda keys, done: reported.update(zip(keys, done)),
         )
-    ).trajectories
+    )
     assert len(reported) == 8
-    assert all(everything[key] == trajectory for key, trajectory in reported.items())
+    assert all(everything[key] == episode for key, episode in reported.items())

@@ -17,7 +17,8 @@ from hostile_server import hostile_server, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.api import SGLangApi
@@ -137,7 +138,7 @@ FAULTY = {
 }  # fmt: skip
 
 
-def _generated(url: str, folder: Path) -> list[Trajectory]:
+def _generated(url: str, folder: Path) -> list[Episode]:
     """One response to one prompt, by a server with weights of version 3."""
     rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,))
     place = (0, 1, torch.device("cpu"), folder, None)
@@ -146,15 +147,15 @@ def _generated(url: str, folder: Path) -> list[Trajectory]:
     request = GenerationRequest([Prompt(0, (5, 6), "t", "", "")], SamplingConfig(), LIMIT, seed=0)
     requests = Requests(fleet, lambda: 3, 0, 1, None)
     generation = SGLangGeneration(request, (), VOCABULARY, None, requests, rollout)
-    return generation.collect().trajectories
+    return generation.collect()
 
 
 def test_a_good_answer_is_taken(tmp_path) -> None:
     with hostile_server(says(_set())) as url:
         (response,) = _generated(url, tmp_path)
-    assert response.response_ids.tolist() == [3, 4]
-    assert response.logprobs.tolist() == [-0.5, -0.25]
-    assert (response.finish_reason, response.weight_version) == ("stop", 3)
+    assert response.here.ids.tolist() == [3, 4]
+    assert response.here.logprobs.tolist() == [-0.5, -0.25]
+    assert (response.finish_reason, response.parts) == ("stop", ((3, 2),))
 
 
 @pytest.mark.parametrize("name", FAULTY)

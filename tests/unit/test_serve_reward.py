@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.remote.build import build_remote_reward

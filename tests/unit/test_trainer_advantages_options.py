@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mppo.algos.masked import merged_moments, sequence_moments
-from mppo.batch import Batch, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Outputs
 from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import explained_variance
@@ -42,7 +43,7 @@ def outputs_of(lengths, scores, prompt=1, seed=None):
         truncated_B=torch.zeros(len(lengths), dtype=torch.bool),
         weight_version_T=torch.zeros(len(mask), dtype=torch.int64),
     )
-    return ModelOutputs(batch, drawn(), drawn(), drawn())
+    return Outputs(batch, drawn(), drawn(), drawn())
 
 
 def of_responses(x_T, outputs):

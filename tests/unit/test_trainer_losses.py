@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from mini_batch_objectives import policy_objective, value_objective
 
 from mppo.algos.packing import select_sequences
-from mppo.batch import Batch, Experience, ModelOutputs
+from mppo.batch.batch import Batch
+from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.models.heads.outputs import PolicyOutputs
 from mppo.trainer import targets as mini_batch_targets
@@ -48,7 +49,7 @@ def experience_of(lengths, seed=0, prompt=2, rejected=()):
         truncated_B=torch.zeros(count, dtype=torch.bool),
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )
-    outputs = ModelOutputs(batch, logprobs, -random().abs(), random())
+    outputs = Outputs(batch, logprobs, -random().abs(), random())
     weight = mask * torch.rand(len(mask), generator=generator)
     for index in rejected:
         weight[cu_seqlens[index] : cu_seqlens[index + 1]] = 0.0

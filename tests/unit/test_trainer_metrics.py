@@ -6,9 +6,11 @@ import dataclasses
 
 import torch
 
-from mppo.batch import ModelOutputs, Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.outputs import Outputs
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience
@@ -17,16 +19,14 @@ from mppo.trainer.validation.samples import chosen_samples, is_sample_step
 MISMATCH = "training/rollout_logprob_diff_mean"
 
 
-def outputs_of(has_actor_logprobs: bool) -> ModelOutputs:
+def outputs_of(has_actor_logprobs: bool) -> Outputs:
     """Two responses whose log-probabilities are the engine's."""
-    trajectories = [
-        Trajectory(Prompt(i, (1, 2), "", "", ""), (3, 4, 5), (-0.5, -1.0, -0.1), "stop", 0)
-        for i in range(2)
-    ]
-    batch = pack_trajectories(trajectories, [1.0, 0.0])
+    tokens = EpisodeTokens((3, 4, 5), (-0.5, -1.0, -0.1))
+    episodes = [Episode.sampled(Prompt(i, (1, 2), "", "", ""), tokens, "stop", 0) for i in range(2)]
+    batch = pack_episodes(episodes, [1.0, 0.0])
     logprobs_T = batch.rollout_logprobs_T
     values_T = torch.zeros_like(logprobs_T)
-    return ModelOutputs(batch, logprobs_T, logprobs_T, values_T, has_actor_logprobs)
+    return Outputs(batch, logprobs_T, logprobs_T, values_T, has_actor_logprobs)
 
 
 def test_a_mismatch_that_nobody_computed_is_not_reported_not_even_of_a_resampled_batch():

@@ -11,7 +11,7 @@ import torch
 from random_outputs import outputs_of
 from safetensors.torch import load_file, save_file
 
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import named_tensors
 from mppo.trainer.advantages import estimate

@@ -6,10 +6,12 @@ import pytest
 import torch
 from mini_batch_objectives import value_objective
 
-from mppo.batch import ModelOutputs, Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.outputs import Outputs
+from mppo.batch.packing import pack_episodes
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import CriticConfig
-from mppo.packed_batch import pack_trajectories
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics
 from mppo.trainer.targets import value_targets
@@ -20,22 +22,24 @@ LENGTHS = (3, 6, 1, 4, 6)
 GAMMA, LAM, BETA = 0.9, 0.95, 0.05
 
 
-def outputs_of(seed: int) -> ModelOutputs:
+def outputs_of(seed: int) -> Outputs:
     """Five responses to prompts of two tokens; of the two with six tokens, one is cut off."""
     random = torch.Generator().manual_seed(seed)
-    trajectories = [
-        Trajectory(Prompt(i, (7, 8), "", "", ""), tuple(range(n)), (0.0,) * n, reason, 0)
+    episodes = [
+        Episode.sampled(
+            Prompt(i, (7, 8), "", "", ""), EpisodeTokens(range(n), [0.0] * n), reason, 0
+        )
         for i, n in enumerate(LENGTHS)
         for reason in ["stop" if STOPPED[i] else "length"]
     ]
-    batch = pack_trajectories(trajectories, torch.randn(5, generator=random).tolist(), LIMIT)
+    batch = pack_episodes(episodes, torch.randn(5, generator=random).tolist(), LIMIT)
     count = len(batch.tokens_T)
     logprobs_T, ref_T, values_T = torch.randn(3, count, generator=random)
     mask_T = batch.response_mask_T
-    return ModelOutputs(batch, logprobs_T * mask_T, ref_T * mask_T, values_T * batch.value_mask_T)
+    return Outputs(batch, logprobs_T * mask_T, ref_T * mask_T, values_T * batch.value_mask_T)
 
 
-def rows(x_T: torch.Tensor, outputs: ModelOutputs) -> torch.Tensor:
+def rows(x_T: torch.Tensor, outputs: Outputs) -> torch.Tensor:
     """States from the first response token on, as rows of 6 padded with zeros on the right."""
     padded = torch.zeros(5, LIMIT, dtype=torch.float64)
     for i, (first, last) in enumerate(

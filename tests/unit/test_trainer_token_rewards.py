@@ -7,17 +7,18 @@ import torch
 
 from mppo.algos.masked import sequence_sum
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch import ModelOutputs, Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.outputs import Outputs
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.algorithm import AlgorithmConfig, ScoreNormalizationConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.responses import Responses
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ModelScore
 from mppo.trainer.advantages import estimate, normalize_scores
 from mppo.trainer.metrics import experience_metrics
 from mppo.trainer.selection import concatenate_batches, select_batch
-from mppo.trainer.sharing.shares import pack_responses
+from mppo.trainer.sharing.shares import pack_at_home
 
 RESULTS = [
     {"score": 8.0, "token_rewards": [(0, 0.5), (2, -0.25)]},
@@ -36,21 +37,19 @@ def tokenizer(tmp_path_factory):
 
 def rollout(tokenizer, reward, **settings):
     """Scored responses and their batch."""
-    made = [
-        Trajectory(
+    episodes = [
+        Episode.sampled(
             Prompt(i // 2, range(1, 1 + prompt), "t", "", "p"),
-            range(5, 5 + length),
-            [-0.5] * length,
+            EpisodeTokens(range(5, 5 + length), [-0.5] * length),
             "length" if i == 1 else "stop",
             0,
         )
         for i, (prompt, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS))
     ]
-    responses = Responses.of_one_rank(made)
     scorer = Scorer(lambda some: RESULTS[: len(some)], tokenizer, reward, **settings)
-    scores = scorer.score(responses)
+    scores = scorer.score(episodes)
     rewards = [each.token_rewards for each in scores]
-    return scores, pack_responses(responses, [each.score for each in scores], 0, rewards)
+    return scores, pack_at_home(episodes, [each.score for each in scores], 0, rewards)
 
 
 def by_hand(outcomes, token_rewards, kl, values):
@@ -83,7 +82,7 @@ def test_token_rewards_reach_the_advantages_as_computed_by_hand(tokenizer):
     for one, numbers in zip(spread, drawn):
         one[inside] = numbers.float()
     logprobs, reference, values = drawn
-    outputs = ModelOutputs(batch, *spread)
+    outputs = Outputs(batch, *spread)
     algorithm = AlgorithmConfig(
         use_kl_in_reward=True, gamma=GAMMA, lam=LAM, whiten_advantages=False, kl_penalty="kl"
     )
@@ -104,7 +103,7 @@ def test_an_outcome_estimator_sees_their_sum(tokenizer):
     _, batch = rollout(tokenizer, RewardConfig())
     zeros_T = torch.zeros_like(batch.response_mask_T)
     algorithm = AlgorithmConfig(adv_estimator="dr_grpo", whiten_advantages=False)
-    experience = estimate(ModelOutputs(batch, zeros_T, zeros_T, zeros_T), algorithm, 0.0)
+    experience = estimate(Outputs(batch, zeros_T, zeros_T, zeros_T), algorithm, 0.0)
     last_T = batch.cu_seqlens[1:] - 1
     # groups of 8.25 and 1.125, and of 3 and 0
     expected = torch.tensor([3.5625, -3.5625, 1.5, -1.5])
@@ -119,7 +118,7 @@ def test_normalised_rewards_have_the_normalised_score_as_their_sum(tokenizer, mo
     algorithm = AlgorithmConfig(normalize_scores=config, whiten_advantages=False)
     scaled, _ = normalize_scores(batch, torch.empty(0), algorithm, RewardStats())
     zeros_T = torch.zeros_like(batch.response_mask_T)
-    experience = estimate(ModelOutputs(scaled, zeros_T, zeros_T, zeros_T), algorithm, 0.0)
+    experience = estimate(Outputs(scaled, zeros_T, zeros_T, zeros_T), algorithm, 0.0)
     sums_B = sequence_sum(experience.rewards_T, batch.cu_seqlens)
     torch.testing.assert_close(sums_B, scaled.scores_B)
     scores_B = batch.scores_B

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.responses import ResponseRow, Responses
 from mppo.rewards.extraction import extract_answer
 from mppo.rewards.result import read_result
 from mppo.rewards.scorer import build_scorer
@@ -19,9 +19,9 @@ from mppo.trainer.validation.metrics import metrics_table, sample_metrics, valid
 from mppo.trainer.validation.stage import sample_lines, write_lines
 
 
-def row(source: str, uid: int, finish: str = "stop", length: int = 3) -> ResponseRow:
+def episode(source: str, uid: int, finish: str = "stop", length: int = 3) -> Episode:
     prompt = Prompt(uid, torch.tensor([1]), source, "17", "12+5=")
-    return ResponseRow(prompt, finish, ((0, length),), 0)
+    return Episode(prompt, ((0, length),), finish)
 
 
 def judged(*scores: float, answers: str = "", knows: bool = True) -> list[ResponseScore]:
@@ -34,9 +34,9 @@ def judged(*scores: float, answers: str = "", knows: bool = True) -> list[Respon
 
 
 def test_estimates_are_reported_by_source_and_the_last_k_is_the_core():
-    rows = [row("a", uid) for uid in (0, 1) for _ in range(4)] + [row("b/c", 2)] * 4
+    episodes = [episode("a", uid) for uid in (0, 1) for _ in range(4)] + [episode("b/c", 2)] * 4
     scores = judged(1, 1, 0, 0, 0, 0, 0, 1, answers="xxyyyyyx")
-    found = sample_metrics(rows, scores + judged(0.0, 1.0, 2.0, 3.0, knows=False))
+    found = sample_metrics(episodes, scores + judged(0.0, 1.0, 2.0, 3.0, knows=False))
     assert found == pytest.approx(
         {
             "val-core/a/reward/mean@4": 0.375,
@@ -50,12 +50,12 @@ def test_estimates_are_reported_by_source_and_the_last_k_is_the_core():
             "val-core/b/c/reward/best@4": 3.0,
         }
     )
-    assert sample_metrics([row("a", 0), row("a", 1)], judged(1, 0)) == {}
+    assert sample_metrics([episode("a", 0), episode("a", 1)], judged(1, 0)) == {}
 
 
 def test_lengths_and_cut_responses_of_validation_are_reported():
-    rows = [row("a", 0, "length", 7), row("a", 1)]
-    found = validation_metrics(rows, judged(1, 0))
+    episodes = [episode("a", 0, "length", 7), episode("a", 1)]
+    found = validation_metrics(episodes, judged(1, 0))
     assert found["val/response_length/mean"] == 5
     assert found["val/response_length/clip_ratio"] == 0.5
 
@@ -117,15 +117,14 @@ def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score
     prompt = Prompt(0, torch.tensor([1]), "gsm8k", "17", "12+5=")
     texts = ("#### 17", "#### 17.0", "#### 18", "none")
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    given = [Trajectory(prompt, x, [0.0] * len(x), "length", 0) for x in ids]
-    responses = Responses.of_one_rank(given)
-    scores = build_scorer(RewardConfig(missing_eos_penalty=0.5, clip=0.25), tokenizer).score(
-        responses
-    )
+    tokens = [EpisodeTokens(x, [0.0] * len(x)) for x in ids]
+    episodes = [Episode.sampled(prompt, each, "length", 0) for each in tokens]
+    scorer = build_scorer(RewardConfig(missing_eos_penalty=0.5, clip=0.25), tokenizer)
+    scores = scorer.score(episodes)
     assert [each.score for each in scores] == [-0.25, -0.25, -0.5, -0.5]
     assert [each.right for each in scores] == [True, True, False, False]
     assert [each.answer for each in scores] == ["17", "17", "18", ""]
-    write_lines(tmp_path / "new" / "0.jsonl", sample_lines(responses, scores, tokenizer))
+    write_lines(tmp_path / "new" / "0.jsonl", sample_lines(episodes, scores, tokenizer))
     lines = [json.loads(line) for line in (tmp_path / "new" / "0.jsonl").open()]
     assert lines[1] == {
         "data_source": "gsm8k", "index": 0, "sample": 1, "prompt": "12+5=",

@@ -40,32 +40,32 @@ class ValueOutputs:
     values_T: Tensor
 
 
-Outputs = PolicyOutputs | ValueOutputs
+HeadOutputs = PolicyOutputs | ValueOutputs
 
 
-def tensors_of(outputs: Outputs) -> list[Tensor]:
+def tensors_of(outputs: HeadOutputs) -> list[Tensor]:
     """The outputs' tensors in the order of the fields, without those that are None."""
     values = [getattr(outputs, field.name) for field in fields(outputs)]
     return [value for value in values if value is not None]
 
 
-def map_outputs(outputs: Outputs, function: Callable[[Tensor], Tensor]) -> Outputs:
+def map_outputs(outputs: HeadOutputs, function: Callable[[Tensor], Tensor]) -> HeadOutputs:
     """The same outputs with ``function`` applied to each tensor."""
     return type(outputs)(*map(function, tensors_of(outputs)))
 
 
-def add_outputs(outputs: Outputs, others: Outputs) -> Outputs:
+def add_outputs(outputs: HeadOutputs, others: HeadOutputs) -> HeadOutputs:
     """Add outputs of the same tokens, which are 0 where a pass left them out."""
     pairs = zip(tensors_of(outputs), tensors_of(others), strict=True)
     return type(outputs)(*(x + y for x, y in pairs))
 
 
-def stack_outputs(outputs: Outputs) -> Tensor:
+def stack_outputs(outputs: HeadOutputs) -> Tensor:
     """Stack the tensors of the outputs: ``[k, T]``."""
     return torch.stack(tensors_of(outputs))
 
 
-def unstack_outputs(head: Head, rows_kT: Tensor) -> Outputs:
+def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
     """The inverse of :func:`stack_outputs`, for a model that ends in ``head``."""
     kind = PolicyOutputs if head == "policy" else ValueOutputs
     return kind(*rows_kT)

@@ -8,9 +8,9 @@ import torch
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
-from mppo.models.heads.outputs import Outputs, unstack_outputs
+from mppo.models.heads.outputs import HeadOutputs, unstack_outputs
 from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch
 from mppo.models.role_spec import PassInputs, RoleSpec
@@ -39,7 +39,7 @@ class RoleHead:
 
     def __call__(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
-    ) -> Outputs:
+    ) -> HeadOutputs:
         """Compute outputs on the micro-batch's token axis: ``[T]`` each, 0 for unpredicted tokens.
 
         Args:
@@ -130,7 +130,7 @@ class RoleHead:
         assert keep is not None, "microbatch.cut sets it"
         return rows_t.index_select(0, keep)
 
-    def _scatter(self, outputs_N: list[Tensor], microbatch: MicroBatch) -> Outputs:
+    def _scatter(self, outputs_N: list[Tensor], microbatch: MicroBatch) -> HeadOutputs:
         """Scatter to the ``T`` tokens of the micro-batch, and sum over the context-parallel ranks.
 
         Every rank of the group then computes the loss of all tokens; its gradient reaches only the

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
 from mppo.pipeline.microbatches import MicroBatchPlan
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
-from mppo.batch import Sequences, unknown_expert
+from mppo.batch.batch import Sequences, unknown_expert
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.construction import routers
@@ -317,7 +317,7 @@ class RoleRouting:
         if carried != expected:
             raise ValueError(
                 "actor.router_replay: R3 needs the experts that the rollout engine chose, "
-                f"[layers, experts per token] = {list(expected)}; the trajectories carry "
+                f"[layers, experts per token] = {list(expected)}; the episodes carry "
                 f"{list(carried)}. Use rollout.name = sglang, or R2"
             )
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
+from mppo.batch.episode import Episode
 from mppo.config.schema import Recipe
 from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
 from mppo.parallel.exchange import sum_over_ranks
-from mppo.responses import Responses
 from mppo.rewards.division import ScoringError
 from mppo.rewards.reward_model.scale import RewardModelScale
 from mppo.rewards.reward_model.texts import RewardModelTexts
@@ -45,19 +45,19 @@ class RewardModelScorer:
     clip: float | None = None
     placed: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def __call__(self, responses: Responses) -> list[ModelScore]:
+    def __call__(self, episodes: Sequence[Episode]) -> list[ModelScore]:
         """Score responses. Collective.
 
         Args:
-            responses: numbered from 0; at least one.
+            episodes: the responses; at least one.
 
         Raises:
             ScoringError: on every rank: the responses have no tokens of the reward model, or its
                 scores no deviation.
         """
         with phase(SCORING):
-            held, lengths = self.texts.tokens(responses)
-            homes = [row.home for row in responses.table]
+            held, lengths = self.texts.tokens(episodes)
+            homes = [each.home for each in episodes]
             with self.placed():
                 raw_B = model_scores(self.role, scoring_batch(held, lengths, homes))
             try:

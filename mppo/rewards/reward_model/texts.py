@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.batch import Trajectory
+from mppo.batch.episode import Episode
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
-from mppo.responses import Responses
 from mppo.rewards.division import exchange_results
 from mppo.rewards.response import conversation, describe
 from mppo.weights.shape import max_positions
@@ -49,13 +48,13 @@ class RewardModelTexts:
     special_tokens: bool
     max_length: int | None = None
 
-    def tokens(self, responses: Responses) -> tuple[dict[int, Tensor], list[int]]:
+    def tokens(self, episodes: Sequence[Episode]) -> tuple[dict[int, Tensor], list[int]]:
         """Tokens of prompt and response.
 
         Collective: each rank renders and tokenises the responses that it holds.
 
         Args:
-            responses: numbered from 0.
+            episodes: the responses.
 
         Returns:
             int64 tokens of the responses held, by number, ascending; and the number of tokens of
@@ -67,43 +66,38 @@ class RewardModelTexts:
         held: dict[int, Tensor] = {}
         failure: Exception | None = None
         try:
-            trajectories = responses.trajectories
-            numbers = [number for number in responses.rows if number in responses.held]
-            held = dict(zip(numbers, self._tokens(trajectories), strict=True))
+            mine = {n: each for n, each in enumerate(episodes) if each.tokens is not None}
+            held = dict(zip(mine, self._tokens(list(mine.values())), strict=True))
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
-        mine = {key: len(ids) for key, ids in held.items()}
+        found = {number: len(ids) for number, ids in held.items()}
         lengths: dict[int, int] = {}
-        for theirs in exchange_results(mine, failure):
+        for theirs in exchange_results(found, failure):
             lengths.update(theirs)
-        return held, [lengths[number] for number in responses.rows]
+        return held, [lengths[number] for number in range(len(episodes))]
 
-    def _tokens(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+    def _tokens(self, episodes: Sequence[Episode]) -> list[Tensor]:
         if self.same_tokens:
-            found = [
-                torch.cat([each.prompt.token_ids, each.response_ids]).long()
-                for each in trajectories
-            ]
+            found = [torch.cat([each.prompt.token_ids, each.here.ids]).long() for each in episodes]
         else:
-            found = self._tokenize(trajectories) if trajectories else []
+            found = self._tokenize(episodes) if episodes else []
         return [ids if self.max_length is None else ids[-self.max_length :] for ids in found]
 
-    def _tokenize(self, trajectories: Sequence[Trajectory]) -> list[Tensor]:
+    def _tokenize(self, episodes: Sequence[Episode]) -> list[Tensor]:
         responses = self.actors.batch_decode(
-            [each.response_ids.tolist() for each in trajectories], skip_special_tokens=True
+            [each.here.ids.tolist() for each in episodes], skip_special_tokens=True
         )
         if self.chat_template:
             conversations = [
-                conversation(each.prompt, response)
-                for each, response in zip(trajectories, responses)
+                conversation(each.prompt, response) for each, response in zip(episodes, responses)
             ]
             texts = render_with(self.own, conversations, _KEY, add_generation_prompt=False)
             ids = self.own(texts, add_special_tokens=False)["input_ids"]
         else:
-            texts = [each.prompt.text + response for each, response in zip(trajectories, responses)]
+            texts = [each.prompt.text + response for each, response in zip(episodes, responses)]
             ids = self.own(texts, add_special_tokens=self.special_tokens)["input_ids"]
-            ids = [self._ended(one, each) for one, each in zip(ids, trajectories)]
-        for one, each in zip(ids, trajectories):
+            ids = [self._ended(one, each) for one, each in zip(ids, episodes)]
+        for one, each in zip(ids, episodes):
             if not one:
                 raise ValueError(
                     f"{describe(each.prompt)} and its response are no token of the reward model; "
@@ -111,10 +105,10 @@ class RewardModelTexts:
                 )
         return [torch.tensor(one) for one in ids]
 
-    def _ended(self, ids: list[int], trajectory: Trajectory) -> list[int]:
+    def _ended(self, ids: list[int], episode: Episode) -> list[int]:
         """The tokens with the end-of-sequence token behind a response that ended by itself."""
         end = eos_id(self.own)
-        ends = trajectory.finish_reason == "stop" and ids[-1:] != [end]
+        ends = episode.finish_reason == "stop" and ids[-1:] != [end]
         return [*ids, end] if ends else ids
 
 

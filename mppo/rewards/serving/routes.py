@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mppo.batch import Prompt
+from mppo.batch.prompt import Prompt
 from mppo.rewards.remote.classifier import scored_tokens, text_tokens
 from mppo.rewards.response import Response, RewardFunction
 from mppo.rewards.result import ANSWER

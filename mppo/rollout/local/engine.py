@@ -18,19 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mppo.batch import OPEN, Trajectory
+from mppo.batch.episode import OPEN, Episode, EpisodesBySample, held
 from mppo.cpu import onednn
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
 from mppo.parallel.partition import partition
-from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.row_attention import ATTENTION, set_windows
 from mppo.rollout.local.sampling import row_keys, skip_tokens
-from mppo.rollout.response_gather import cut_rows, gather_rows, joined, left_over
+from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
@@ -53,19 +52,19 @@ class LocalGeneration:
     """
 
     request: GenerationRequest
-    responses: Responses
+    responses: list[Episode]
     seconds: float
     world: int
     group: dist.ProcessGroup | None
-    left_over: ResponsesBySample = field(default_factory=no_responses)
+    left_over: EpisodesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
-        self.left_over = left_over(self.request, self.responses)
+        self.left_over = left_over(self.request, dict(enumerate(self.responses)))
 
-    def collect(self) -> Responses:
+    def collect(self) -> list[Episode]:
         """See ``rollout.engine.Generation.collect``."""
-        self.left_over = no_responses()
+        self.left_over = {}
         return self.responses
 
 
@@ -103,7 +102,7 @@ class _Row:
 
     index: int
     sample: int
-    begun: Trajectory | None
+    begun: Episode | None
 
     @property
     def known(self) -> int:
@@ -167,7 +166,7 @@ class LocalEngine:
         """Size of the model's vocabulary."""
         return self._model.config.vocab_size
 
-    def generate(self, request: GenerationRequest) -> Responses:
+    def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``; all prompts are needed: this engine cannot abort."""
         prompts, n = request.prompts, request.sampling.n
         assert request.num_prompts_needed in (None, len(prompts)), (
@@ -179,8 +178,8 @@ class LocalEngine:
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
-        ready = {key: row for key, row in resumed.rows.items() if not row.is_unfinished}
-        begun = {key: t for key, t in resumed.held.items() if t.finish_reason == OPEN}
+        ready = {key: each for key, each in resumed.items() if not each.is_unfinished}
+        begun = {key: each for key, each in held(resumed).items() if each.finish_reason == OPEN}
         todo = [
             _Row(i, sample, begun.get(i * n + sample))
             for i in dealt[self._rank]
@@ -193,12 +192,12 @@ class LocalEngine:
             dtype=torch.int64,
             device=self._device,
         )
-        received: dict[int, Trajectory] = {}
+        received: dict[int, Episode] = {}
         with suppress(StepInterrupted):  # raised again below, on all ranks at the same point
             for start in range(0, len(todo), self._batch_size):
                 chunk = todo[start : start + self._batch_size]
                 decoded = self._generate_rows(request, chunk, stops)
-                new = _trajectories(chunk, decoded, request, version)
+                new = _episodes(chunk, decoded, request, version)
                 received |= new
                 if request.on_response is not None and start + self._batch_size < len(todo):
                     request.on_response(list(new), list(new.values()))
@@ -207,9 +206,8 @@ class LocalEngine:
             stop_request.sync()
         else:
             stop_request.raise_if_due()
-        rows = ready | gather_rows(received, request, self._world, self._group)
-        received |= {key: each for key, each in resumed.held.items() if key in ready}
-        return Responses(rows, received).select(range(len(prompts) * n))
+        found = ready | gather_episodes(received, request, self._world, self._group)
+        return [found[place] for place in range(len(prompts) * n)]
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
@@ -227,7 +225,7 @@ class LocalEngine:
         for row in rows:
             ids = prompts[row.index].token_ids
             if row.begun is not None:
-                ids = torch.cat([ids, row.begun.response_ids])
+                ids = torch.cat([ids, row.begun.here.ids])
             texts.setdefault(row.text, ids)
         place = {text: position for position, text in enumerate(texts)}
         uids = torch.tensor([prompts[row.index].uid for row in rows], device=self._device)
@@ -318,10 +316,10 @@ class LocalEngine:
         """Do nothing: the engine has no processes of its own."""
 
 
-def _trajectories(
+def _episodes(
     rows: Sequence[_Row], decoded: DecodedRows, request: GenerationRequest, version: int
-) -> dict[int, Trajectory]:
-    """Trajectories of generated rows by index in the result."""
+) -> dict[int, Episode]:
+    """Episodes of generated rows by index in the result."""
     places = [row.place(request.sampling.n) for row in rows]
     column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
     valid = column_T < decoded.length_R[:, None]
@@ -334,4 +332,7 @@ def _trajectories(
         request,
         version,
     )
-    return {place: joined(row.begun, new[place]) for place, row in zip(places, rows, strict=True)}
+    return {
+        place: new[place] if row.begun is None else row.begun.followed_by(new[place])
+        for place, row in zip(places, rows, strict=True)
+    }

@@ -1,37 +1,35 @@
-"""Convert the servers' responses into trajectories on the ranks that received them."""
+"""Convert the servers' responses into episodes on the ranks that received them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 
-from mppo.batch import Trajectory
+from mppo.batch.episode import Episode
+from mppo.batch.moves import bring_episodes
 from mppo.parallel.collectives import raise_on_any_rank
-from mppo.response_moves import bring_responses
-from mppo.responses import ResponseRow, Responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import gather_rows, joined
+from mppo.rollout.response_gather import gather_episodes
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts, routed_tokens
 from mppo.rollout.sglang.server_response import ServerResponse
 
 
-def complete_prompts(rows: Mapping[int, ResponseRow], request: GenerationRequest) -> list[int]:
+def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest) -> list[int]:
     """Prompts whose samples are all finished, in order."""
     n = request.sampling.n
-    done = {key for key, row in rows.items() if not row.is_unfinished}
+    done = {key for key, each in episodes.items() if not each.is_unfinished}
     return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
 
 
 def take_up(
-    resumed: Responses,
+    resumed: Mapping[int, Episode],
     usable: Sequence[int],
     homes: Mapping[int, int],
     world: int,
     group: dist.ProcessGroup | None,
-) -> Responses:
+) -> dict[int, Episode]:
     """Responses of an earlier request that this one need not generate from the start; collective.
 
     Finished ones stay at home; those to be continued move to the ranks that will continue them.
@@ -43,26 +41,24 @@ def take_up(
         world: ranks in ``group``.
         group: process group; None is the default one.
     """
-    rows = {key: resumed.rows[key] for key in usable}
-    held = {key: resumed.held[key] for key in usable if key in resumed.held}
-    begun = [key for key in usable if rows[key].is_unfinished]
+    found = {key: resumed[key] for key in usable}
+    begun = [key for key in usable if found[key].is_unfinished]
     wanted: list[list[int]] = [[] for _ in range(world)]
     for number, key in enumerate(begun):
         wanted[homes[key]].append(number)
-        rows[key] = replace(rows[key], home=homes[key])
-        held.pop(key, None)
-    came = bring_responses(resumed.select(begun), wanted, group)
-    return Responses(rows, held | {begun[number]: each for number, each in came.items()})
+        found[key] = found[key].elsewhere(homes[key])
+    came = bring_episodes([resumed[key] for key in begun], wanted, group)
+    return found | {begun[number]: each for number, each in came.items()}
 
 
 def add_answers(
-    known: Responses,
+    known: Mapping[int, Episode],
     mine: Mapping[int, ServerResponse],
     request: GenerationRequest,
     routing: RoutingShape | None,
     world: int,
     group: dist.ProcessGroup | None,
-) -> Responses:
+) -> dict[int, Episode]:
     """Responses by ``prompt * n + sample``: those known, and what all ranks received; collective.
 
     Args:
@@ -77,10 +73,12 @@ def add_answers(
         RuntimeError: on every rank, if routed experts are missing.
         ValueError: on every rank, if a log-probability is not finite.
     """
-    received: dict[int, Trajectory] = {}
+    received: dict[int, Episode] = {}
     error = None
     for key, answer in mine.items():
-        response = joined(known.held.get(key), answer.trajectory(request.sample_at(key)[0]))
+        response = answer.episode(request.sample_at(key)[0])
+        if key in known and known[key].tokens is not None:
+            response = known[key].followed_by(response)
         # the tokens of an aborted response are routed again when it is continued
         if routing is not None and answer.reason != "abort":
             try:
@@ -90,11 +88,9 @@ def add_answers(
             except RequestRefused as refused:
                 error = str(refused)
                 break
-            response = replace(response, routed_experts=experts)
+            response = response.with_experts(experts)
         received[key] = response
     if routing is not None:
         raise_on_any_rank(error, world, group)
-    new = gather_rows(received, request, world, group)
     # a response that was continued may have another home than its beginning
-    before = {key: each for key, each in known.held.items() if key not in new}
-    return Responses({**known.rows, **new}, {**before, **received})
+    return {**known, **gather_episodes(received, request, world, group)}

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mppo.batch.episode import Episode
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
-from mppo.responses import Responses
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
 from mppo.rollout.sglang.api import SGLangApi
@@ -55,7 +55,7 @@ class SGLangEngine:
         run_dir: for logs, option files and weights synced by disk.
         group: process group of the ranks; None is the default one.
         seed: seed of the random seeds of servers that mppo starts.
-        routing: shape of the routed experts that trajectories carry; None: they carry none.
+        routing: shape of the routed experts that episodes carry; None: they carry none.
         make_server: makes the process of a server, as ``own_server`` does.
         give_back: returns this rank's unused memory to the device.
 
@@ -288,7 +288,7 @@ class SGLangEngine:
         )
         return self._pending
 
-    def generate(self, request: GenerationRequest) -> Responses:
+    def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``.
 
         Raises:

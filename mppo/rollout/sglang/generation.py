@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
-from mppo.responses import Responses, ResponsesBySample, no_responses
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import joined, left_over
+from mppo.rollout.response_gather import left_over
 from mppo.rollout.sglang.answers import add_answers, complete_prompts, take_up
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
@@ -51,18 +51,18 @@ class SGLangGeneration:
         self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
         self._found = self._resumed()
         self._seconds = 0.0
-        self._left_over: ResponsesBySample = no_responses()
+        self._left_over: EpisodesBySample = {}
         self._in_flight: InFlightRequests | None = None
         self._launch()
 
-    def _resumed(self) -> Responses:
+    def _resumed(self) -> dict[int, Episode]:
         """The resumable responses that need not be generated again; collective."""
         resumed, routes = self._request.resumed(), self._routing is not None
         requests = self._requests
         usable = [
             key
-            for key, row in resumed.rows.items()
-            if (self._partial if row.finish_reason == "abort" else row.routed or not routes)
+            for key, each in resumed.items()
+            if (self._partial if each.finish_reason == "abort" else each.routed or not routes)
         ]
         homes = self._homes()
         return take_up(resumed, usable, homes, requests.world, requests.group)
@@ -76,7 +76,7 @@ class SGLangGeneration:
             else request.num_prompts_needed
         )
         # every rank has the same responses, so all ranks return here or none does
-        if len(complete_prompts(self._found.rows, request)) >= enough:
+        if len(complete_prompts(self._found, request)) >= enough:
             return
         # all responses of this launch must come from this one version
         self._version = self._requests.restore()
@@ -85,7 +85,7 @@ class SGLangGeneration:
         )
         # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
-        ended = {row for row, t in self._found.rows.items() if not t.is_unfinished}
+        ended = {row for row, each in self._found.items() if not each.is_unfinished}
         done = ended.intersection(rows)
         self._stragglers.answered(sorted(done))
         rows = [row for row in rows if row not in done]
@@ -127,8 +127,8 @@ class SGLangGeneration:
         texts, parameters = [], []
         for row in job:
             prompt, _ = request.sample_at(row)
-            before = self._found.held.get(row)
-            known = prompt.token_ids[:0] if before is None else before.response_ids
+            before = self._begun(row)
+            known = prompt.token_ids[:0] if before is None else before.here.ids
             # a response that is continued is part of the prompt, and shortens what may follow
             texts.append(torch.cat([prompt.token_ids, known]).tolist())
             limit = request.max_tokens - len(known)
@@ -141,11 +141,17 @@ class SGLangGeneration:
         answers = [a.with_final_reason(self._stop_tokens) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
         if request.on_response is not None:
-            new = {r: a.trajectory(request.sample_at(r)[0]) for r, a in ended.items()}
-            held = self._found.held
-            request.on_response(list(new), [joined(held.get(r), t) for r, t in new.items()])
+            new = [a.episode(request.sample_at(r)[0]) for r, a in ended.items()]
+            begun = map(self._begun, ended)
+            joined = [a if b is None else b.followed_by(a) for a, b in zip(new, begun)]
+            request.on_response(list(ended), joined)
         stragglers.answered(list(ended))
         return {r: a for r, a in zip(job, answers, strict=True) if len(a.tokens)}
+
+    def _begun(self, row: int) -> Episode | None:
+        """The part of a response that this rank holds already."""
+        found = self._found.get(row)
+        return None if found is None or found.tokens is None else found
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
@@ -154,10 +160,10 @@ class SGLangGeneration:
         results = self._requests.join(self._in_flight)
         self._found, self._in_flight = self._gathered(results), None
         if not self._partial:
-            self._found = _finished(self._found)
+            self._found = {r: e for r, e in self._found.items() if e.finish_reason != "abort"}
         self._left_over = left_over(self._request, self._found)
 
-    def collect(self) -> Responses:
+    def collect(self) -> list[Episode]:
         """See ``rollout.engine.Generation.collect``."""
         request, n = self._request, self._request.sampling.n
         if self._in_flight is None:
@@ -171,14 +177,14 @@ class SGLangGeneration:
                 self._in_flight,
             )
             self._found, self._in_flight = self._gathered(results), None
-        taken = complete_prompts(self._found.rows, request)[: request.num_prompts_needed]
+        taken = complete_prompts(self._found, request)[: request.num_prompts_needed]
         left = left_over(request, self._found, taken)
-        self._left_over = left if self._partial else no_responses()
-        found, self._found = self._found, Responses({}, {})
-        return found.select(prompt * n + sample for prompt in taken for sample in range(n))
+        self._left_over = left if self._partial else {}
+        found, self._found = self._found, {}
+        return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
 
     @property
-    def left_over(self) -> ResponsesBySample:
+    def left_over(self) -> EpisodesBySample:
         """See ``rollout.engine.Generation.left_over``."""
         return self._left_over
 
@@ -187,7 +193,7 @@ class SGLangGeneration:
         """See ``rollout.engine.Generation.seconds``."""
         return self._seconds
 
-    def _gathered(self, results: Mapping[int, Mapping[int, ServerResponse]]) -> Responses:
+    def _gathered(self, results: Mapping[int, Mapping[int, ServerResponse]]) -> dict[int, Episode]:
         """All ranks' responses, joined with those known before; collective."""
         assert self._in_flight is not None
         requests = self._requests
@@ -203,12 +209,6 @@ class SGLangGeneration:
         """Abort requests in flight; their responses are lost."""
         if self._in_flight is not None:
             self._in_flight.abort()
-
-
-def _finished(responses: Responses) -> Responses:
-    """The responses that were not aborted."""
-    kept = {row: each for row, each in responses.rows.items() if each.finish_reason != "abort"}
-    return Responses(kept, {row: t for row, t in responses.held.items() if row in kept})
 
 
 def _check_answers(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.batch import Trajectory
+from mppo.batch.episode import Episode
 from mppo.rollout.sglang.http_client import RequestRefused
 
 
@@ -44,6 +44,6 @@ def decode_routed_experts(answer: bytes | None, shape: RoutingShape, tokens: int
     return values.to(torch.int16).view(tokens, shape.layers, shape.experts)
 
 
-def routed_tokens(trajectory: Trajectory) -> int:
+def routed_tokens(episode: Episode) -> int:
     """Tokens that the engine routed: all but the last generated token."""
-    return len(trajectory.prompt.token_ids) + len(trajectory.response_ids) - 1
+    return len(episode.prompt.token_ids) + episode.length - 1

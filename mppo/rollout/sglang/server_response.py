@@ -19,7 +19,8 @@ import orjson
 import torch
 from torch import Tensor
 
-from mppo.batch import Prompt, Trajectory
+from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.prompt import Prompt
 from mppo.safety.foreign_text import quoted
 
 _REASONS = ("stop", "length", "abort")
@@ -49,10 +50,10 @@ class ServerResponse:
             return replace(self, reason="stop")
         return self
 
-    def trajectory(self, prompt: Prompt) -> Trajectory:
-        """The response to ``prompt`` as a trajectory, without routed experts."""
-        version = int(self.weight_version)
-        return Trajectory(prompt, self.tokens, self.logprobs, self.reason, version)
+    def episode(self, prompt: Prompt) -> Episode:
+        """The response to ``prompt``, without routed experts."""
+        tokens = EpisodeTokens(self.tokens, self.logprobs)
+        return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
     def fault(self, max_tokens: int, vocab_size: int) -> str | None:
         """What no engine returns that samples from the model; None: nothing.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos.masked import ALONE, Gather
-from mppo.batch import Sequences
+from mppo.batch.batch import Sequences
 from mppo.parallel.collectives import all_gather_varlen, group_size
 from mppo.parallel.exchange import sum_over_ranks
 

@@ -14,47 +14,45 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch import Batch, Sequences, unknown_expert
+from mppo.batch.batch import Batch, Sequences, unknown_expert
+from mppo.batch.episode import Episode
+from mppo.batch.packing import pack_episodes
 from mppo.models.work_share import PassMoves
-from mppo.packed_batch import pack_held
 from mppo.parallel.collectives import group_size
 from mppo.parallel.exchange import Moves, exchange
 from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
 from mppo.pipeline.microbatches import MicroBatchPlan
-from mppo.responses import Responses
 from mppo.trainer.targets import Targets
 
 _UNEVEN = 1.5
 """Tokens of the fullest home over the mean, from which sequences get other homes."""
 
 
-def pack_responses(
-    responses: Responses,
+def pack_at_home(
+    episodes: Sequence[Episode],
     scores: Sequence[float],
     end_slots_below: int = 0,
     token_rewards: Sequence[Sequence[float]] = (),
 ) -> Batch:
-    """Pack responses where they arrived, see ``pack_held``.
+    """Pack episodes where their tokens are, see ``pack_episodes``.
 
     Args:
-        responses: B responses.
+        episodes: all B.
         scores: B rewards.
-        end_slots_below: see ``pack_held``.
-        token_rewards: of each response held, the rewards of its tokens, or nothing.
+        end_slots_below: see ``pack_episodes``.
+        token_rewards: of each episode held, the rewards of its tokens, or nothing.
 
     Returns:
-        The batch; each sequence's home is that of its response.
+        The batch; each sequence's home is that of its episode.
     """
-    place = {index: number for number, index in enumerate(responses.rows)}
-    held = {place[i]: responses.held[i] for i in responses.rows if i in responses.held}
     rewards = {number: found for number, found in enumerate(token_rewards) if found}
-    batch = pack_held(responses.table, held, scores, end_slots_below, rewards)
+    batch = pack_episodes(episodes, scores, end_slots_below, rewards)
     if group_size() == 1:
         return batch
-    home_B = torch.tensor([row.home for row in responses.table], dtype=torch.int32)
-    # expert choices are used only if all responses have them
-    reported = {row.routed and row.routed[1:] for row in responses.table}
+    home_B = torch.tensor([each.home for each in episodes], dtype=torch.int32)
+    # expert choices are used only if all episodes have them
+    reported = {each.routed and each.routed[1:] for each in episodes}
     shape = (reported.pop() if len(reported) == 1 else None) or (0, 0)
     experts_T = batch.routed_experts_T
     if tuple(experts_T.shape[1:]) != shape:

@@ -33,7 +33,7 @@ from mppo.algos.policy_loss import (
 )
 from mppo.algos.value_loss import value_loss
 from mppo.config.sections.roles import ActorConfig, CriticConfig
-from mppo.models.heads.outputs import Outputs, PolicyOutputs, ValueOutputs
+from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, ValueOutputs
 from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, on_device, select_targets
 
 _POLICY_STATISTICS = (
@@ -97,7 +97,7 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
         return (*names, "actor/kl_loss") if self.actor.use_kl_loss else names
 
     def __call__(
-        self, outputs: Outputs, indices: Sequence[int]
+        self, outputs: HeadOutputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss and statistics of one micro-batch.
 
@@ -198,7 +198,7 @@ class ValueObjective(_MiniBatchObjective[ValueTargets]):
         return _VALUE_STATISTICS
 
     def __call__(
-        self, outputs: Outputs, indices: Sequence[int]
+        self, outputs: HeadOutputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`PolicyObjective`; the metrics are of the loss without its coefficient."""
         assert isinstance(outputs, ValueOutputs)

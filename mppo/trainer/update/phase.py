@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mppo.algos.masked import Gather
-from mppo.batch import Experience
+from mppo.batch.outputs import Experience
 from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult

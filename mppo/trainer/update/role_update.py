@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mppo.batch import Batch
+from mppo.batch.batch import Batch
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, Objective, PassInputs
 from mppo.parallel import device

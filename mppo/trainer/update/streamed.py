@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mppo.batch import Batch
+from mppo.batch.batch import Batch
 from mppo.config.schedule import ScheduleKind
 from mppo.models.optimizer import StepResult
 from mppo.models.role import take_steps

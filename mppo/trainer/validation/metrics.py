@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from mppo.responses import ResponseRow
+from mppo.batch.episode import Episode
 from mppo.rewards.scores import ResponseScore
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
 from mppo.trainer.validation.estimators import (
@@ -19,7 +19,7 @@ Samples = Sequence[ResponseScore]
 
 
 def validation_metrics(
-    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """Scores and numbers of the validation responses by verl's names.
 
@@ -27,27 +27,29 @@ def validation_metrics(
     ``val-aux``. ``val/reward`` is the mean over all responses. For several samples per prompt, see
     ``sample_metrics``.
     """
-    scores = mean_scores(rows, judgements)
+    scores = mean_scores(episodes, judgements)
     metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
-    for (source, name), mean in mean_numbers(rows, judgements).items():
+    for (source, name), mean in mean_numbers(episodes, judgements).items():
         kind = "val-core" if name == "acc" else "val-aux"
         metrics[f"{kind}/{source}/{name}/mean"] = mean
-    metrics |= sample_metrics(rows, judgements)
+    metrics |= sample_metrics(episodes, judgements)
     everything = [judgement.score for judgement in judgements]
     metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
-    lengths = [row.length - row.inserted for row in rows]
-    if any(row.inserted for row in rows):
-        metrics["val/turns/mean"] = _mean([row.turns for row in rows])
+    lengths = [each.length - each.inserted for each in episodes]
+    if any(each.inserted for each in episodes):
+        metrics["val/turns/mean"] = _mean([each.turns for each in episodes])
     return metrics | {
         "val/reward": sum(everything) / len(everything),
         "val/reward_errors": float(len(errors_of(judgements))),
         "val/response_length/mean": sum(lengths) / len(lengths),
-        "val/response_length/clip_ratio": _mean([row.finish_reason == "length" for row in rows]),
+        "val/response_length/clip_ratio": _mean(
+            [each.finish_reason == "length" for each in episodes]
+        ),
     }
 
 
 def sample_metrics(
-    rows: Sequence[ResponseRow], judgements: Sequence[ResponseScore]
+    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
 ) -> dict[str, float]:
     """What several samples per prompt show, by data source; empty for one sample.
 
@@ -56,9 +58,9 @@ def sample_metrics(
     of two below n, and n. The values for n are under ``val-core``, the others under ``val-aux``.
     """
     prompts: dict[str, dict[int, list[ResponseScore]]] = {}
-    for row, judgement in zip(rows, judgements, strict=True):
-        of_source = prompts.setdefault(row.prompt.data_source, {})
-        of_source.setdefault(row.prompt.uid, []).append(judgement)
+    for episode, judgement in zip(episodes, judgements, strict=True):
+        of_source = prompts.setdefault(episode.prompt.data_source, {})
+        of_source.setdefault(episode.prompt.uid, []).append(judgement)
     metrics = {}
     for source, by_uid in prompts.items():
         groups = list(by_uid.values())

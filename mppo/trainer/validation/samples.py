@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mppo.batch.episode import Episode
+from mppo.batch.moves import bring_ids_to_first
 from mppo.report.console import SampleRow
-from mppo.response_moves import bring_ids_to_first
-from mppo.responses import Responses
 from mppo.rewards.scores import ResponseScore
 
 if TYPE_CHECKING:
@@ -32,27 +32,27 @@ def is_sample_step(step: int, total: int, tables: int | None) -> bool:
 
 
 def show_samples(
-    run: Run, step: int, responses: Responses, judged: Sequence[ResponseScore]
+    run: Run, step: int, episodes: Sequence[Episode], judged: Sequence[ResponseScore]
 ) -> None:
     """Report a table of responses in the steps of ``is_sample_step``. Collective."""
     trainer = run.recipe.trainer
     if not is_sample_step(step, run.total_steps, trainer.num_sample_generations):
         return
     chosen = chosen_samples([each.score for each in judged], trainer.sample_table_rows)
-    shown = responses.select(chosen)
+    shown = [episodes[place] for place in chosen]
     texts = decoded(run.tokenizer, bring_ids_to_first(shown))
     if not run.reporter.is_main:
         return
     rows = [
         SampleRow(
-            row.prompt.text,
+            episode.prompt.text,
             text,
-            row.prompt.ground_truth,
+            episode.prompt.ground_truth,
             judged[place].answer,
             judged[place].score,
             which,
         )
-        for (place, which), row, text in zip(chosen.items(), shown.table, texts, strict=True)
+        for (place, which), episode, text in zip(chosen.items(), shown, texts, strict=True)
     ]
     run.reporter.samples(step, rows)
 

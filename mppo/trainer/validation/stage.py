@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.batch import Prompt
+from mppo.batch.episode import Episode
+from mppo.batch.moves import bring_ids_to_first
+from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
-from mppo.response_moves import bring_ids_to_first
-from mppo.responses import Responses, concatenate_responses
 from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
 from mppo.safety.disk import replace_text
@@ -23,7 +23,7 @@ def generate_validation(
     recipe: Recipe,
     prompts: Sequence[Prompt],
     show: Callable[[int], None] = lambda answered: None,
-) -> Responses:
+) -> list[Episode]:
     """Generate ``rollout.val_kwargs.n`` responses to each validation prompt. Collective.
 
     The seed is the same at every validation, and in ``mppo.evaluate``.
@@ -36,39 +36,40 @@ def generate_validation(
     """
     size = recipe.data.val_batch_size or max(len(prompts), 1)
     sampling, longest = recipe.rollout.validation, recipe.data.max_response_length
-    seed, found = sampling_seed(recipe.trainer.seed, step=0), []
+    seed = sampling_seed(recipe.trainer.seed, step=0)
+    found: list[Episode] = []
     for first in range(0, len(prompts), size):
         part = prompts[first : first + size]
-        found.append(engine.generate(GenerationRequest(part, sampling, longest, seed)))
+        found += engine.generate(GenerationRequest(part, sampling, longest, seed))
         show(first + len(part))
-    return concatenate_responses(found)
+    return found
 
 
 def sample_lines(
-    responses: Responses,
+    episodes: Sequence[Episode],
     judgements: Sequence[ResponseScore],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
     """One JSON object for each response, with prompt, answer and score. Collective.
 
     Args:
-        responses: numbered from 0.
-        judgements: of the responses.
+        episodes: the responses.
+        judgements: of them.
         tokenizer: decodes them.
 
     Returns:
         The lines on the first rank; none elsewhere.
     """
-    ids = bring_ids_to_first(responses)
-    return list(_lines(responses, judgements, decoded(tokenizer, ids))) if ids else []
+    ids = bring_ids_to_first(episodes)
+    return list(_lines(episodes, judgements, decoded(tokenizer, ids))) if ids else []
 
 
 def _lines(
-    responses: Responses, judgements: Sequence[ResponseScore], texts: Sequence[str]
+    episodes: Sequence[Episode], judgements: Sequence[ResponseScore], texts: Sequence[str]
 ) -> Iterator[str]:
     samples: dict[int, int] = {}
-    for row, judgement, text in zip(responses.table, judgements, texts, strict=True):
-        prompt = row.prompt
+    for episode, judgement, text in zip(episodes, judgements, texts, strict=True):
+        prompt = episode.prompt
         samples[prompt.uid] = sample = samples.get(prompt.uid, -1) + 1
         values = {
             "data_source": prompt.data_source,
@@ -82,8 +83,8 @@ def _lines(
             "score": judgement.score,
             "numbers": dict(judgement.numbers),
             "error": judgement.error or judgement.unscored,
-            "length": row.length,
-            "finish_reason": row.finish_reason,
+            "length": episode.length,
+            "finish_reason": episode.finish_reason,
         }
         yield json_line(values) + "\n"
 

@@ -1,105 +1,81 @@
-"""Packing responses into a batch: their tokens end to end on one axis."""
+"""Packing episodes into a batch: their tokens end to end on one axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mppo.batch import NO_WEIGHTS, Batch, Prompt, Trajectory, no_token_rewards
+from mppo.batch.batch import Batch, no_token_rewards
+from mppo.batch.episode import NO_WEIGHTS, Episode
 
 
-class KnownResponse(Protocol):
-    """What packing must know of a response, wherever its tokens are."""
-
-    @property
-    def prompt(self) -> Prompt: ...
-
-    @property
-    def finish_reason(self) -> str: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def inserted(self) -> int: ...
-
-
-def pack_trajectories(
-    trajectories: Sequence[Trajectory], scores: Sequence[float], end_slots_below: int = 0
-) -> Batch:
-    """Concatenate trajectories on one token axis; see ``pack_held``."""
-    held = dict(enumerate(trajectories))
-    return pack_held(trajectories, held, scores, end_slots_below)
-
-
-def pack_held(
-    known: Sequence[KnownResponse],
-    held: Mapping[int, Trajectory],
+def pack_episodes(
+    episodes: Sequence[Episode],
     scores: Sequence[float],
     end_slots_below: int = 0,
     token_rewards: Mapping[int, Sequence[float]] | None = None,
 ) -> Batch:
-    """Concatenate the trajectories that this rank holds on one token axis.
+    """Concatenate the episodes that this rank holds on one token axis.
 
     Args:
-        known: all B responses; they may be empty.
-        held: the trajectories of some of them, by index, ascending.
+        episodes: all B; they may have no tokens.
         scores: B rewards.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
             with fewer tokens than this. The slot repeats the stop token, which nothing reads.
             0: no end slots.
-        token_rewards: reward of each token of some of the trajectories held, by index; they are
-            parts of ``scores``.
+        token_rewards: reward of each token of some of the episodes held, by index; they are parts
+            of ``scores``.
 
     Returns:
         Batch on the CPU; no sequence has a home.
 
     Raises:
-        ValueError: no response, or the numbers of responses and scores differ.
+        ValueError: no episode, or the numbers of episodes and scores differ.
     """
-    if not known or len(known) != len(scores):
+    if not episodes or len(episodes) != len(scores):
         raise ValueError(
-            f"a batch needs at least one trajectory and one score for each: got "
-            f"{len(known)} trajectories and {len(scores)} scores"
+            f"a batch needs at least one episode and one score for each: got "
+            f"{len(episodes)} episodes and {len(scores)} scores"
         )
-    stopped_B = torch.tensor([t.finish_reason == "stop" for t in known])
-    prompt_B = torch.tensor([len(t.prompt.token_ids) for t in known])
-    answer_B = torch.tensor([t.length for t in known])
-    inserted_B = torch.tensor([t.inserted for t in known])
+    stopped_B = torch.tensor([each.finish_reason == "stop" for each in episodes])
+    prompt_B = torch.tensor([len(each.prompt.token_ids) for each in episodes])
+    answer_B = torch.tensor([each.length for each in episodes])
+    inserted_B = torch.tensor([each.inserted for each in episodes])
     # the end slot repeats the stop token; mask, log-probability and version mark it as unread
     slots_B = (stopped_B & (answer_B > 0) & (answer_B < end_slots_below)).long()
     # every sequence is a run of prompt tokens, one of answer tokens and one of its end slot
     runs_B = torch.stack([prompt_B, answer_B, slots_B], 1)
-    held_H = torch.tensor(list(held), dtype=torch.int64)
+    held = [each for each in episodes if each.tokens is not None]
+    numbers = [number for number, each in enumerate(episodes) if each.tokens is not None]
+    held_H = torch.tensor(numbers, dtype=torch.int64)
     prompt_H, answer_H, slots_H = runs_B[held_H].unbind(1)
     lengths_H = runs_B[held_H].sum(1)
     cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
     cu_seqlens[1:] = lengths_H.cumsum(0)
-    trajectories, slots = list(held.values()), slots_H.tolist()
+    slots = slots_H.tolist()
     tokens, answer = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
     mask_T = _ones_at(tokens, answer, answer_H)
-    _clear_inserted(mask_T, trajectories, answer.tolist())
+    _clear_inserted(mask_T, held, answer.tolist())
     return Batch(
-        tokens_T=_concatenate_tokens(trajectories, slots),
+        tokens_T=_concatenate_tokens(held, slots),
         cu_seqlens=cu_seqlens,
         response_mask_T=mask_T,
-        rollout_logprobs_T=_concatenate_logprobs(trajectories, slots),
-        group_B=torch.tensor([t.prompt.uid for t in known], dtype=torch.int64),
+        rollout_logprobs_T=_concatenate_logprobs(held, slots),
+        group_B=torch.tensor([each.prompt.uid for each in episodes], dtype=torch.int64),
         scores_B=torch.tensor(scores, dtype=torch.float32),
         truncated_B=~stopped_B,
-        weight_version_T=_expand_versions(trajectories, slots),
-        routed_experts_T=_concatenate_routing(trajectories, lengths_H.tolist()),
+        weight_version_T=_expand_versions(held, slots),
+        routed_experts_T=_concatenate_routing(held, lengths_H.tolist()),
         end_mask_T=_ones_at(tokens, answer + answer_H, slots_H),
         held_H=held_H,
         lengths_B=runs_B.sum(1),
         response_B=answer_B - inserted_B,
         end_B=slots_B,
         inserted_B=inserted_B,
-        home_B=torch.full((len(known),), -1, dtype=torch.int32),
+        home_B=torch.full((len(episodes),), -1, dtype=torch.int32),
         token_rewards_T=_spread_rewards(token_rewards or {}, held_H, mask_T, answer.tolist()),
     )
 
@@ -113,18 +89,16 @@ def _ones_at(tokens: int, starts: Tensor, counts: Tensor) -> Tensor:
     return mask_T
 
 
-def _clear_inserted(
-    mask_T: Tensor, trajectories: Sequence[Trajectory], starts: Sequence[int]
-) -> None:
+def _clear_inserted(mask_T: Tensor, held: Sequence[Episode], starts: Sequence[int]) -> None:
     """Clear a mask on the tokens of environments, in place.
 
     Args:
         mask_T: float32 ``[T]``.
-        trajectories: all that are held.
+        held: the episodes held.
         starts: index of the token after the prompt of each.
     """
-    for trajectory, start in zip(trajectories, starts, strict=True):
-        for version, count in trajectory.parts:
+    for episode, start in zip(held, starts, strict=True):
+        for version, count in episode.parts:
             if version == NO_WEIGHTS:
                 mask_T[start : start + count] = 0.0
             start += count
@@ -133,7 +107,7 @@ def _clear_inserted(
 def _spread_rewards(
     rewards: Mapping[int, Sequence[float]], held_H: Tensor, mask_T: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """``Batch.token_rewards_T`` of trajectories with rewards by index.
+    """``Batch.token_rewards_T`` of episodes with rewards by index.
 
     The reward of an environment's token belongs to the response token before it, whose effect it
     is.
@@ -151,12 +125,12 @@ def _spread_rewards(
     return spread_T
 
 
-def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.tokens_T`` of trajectories with these numbers of end slots."""
+def _concatenate_tokens(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
+    """``Batch.tokens_T`` of episodes with these numbers of end slots."""
     parts = [np.empty(0, dtype=np.int32)]
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        response = trajectory.response_ids.numpy()
-        parts += [trajectory.prompt.token_ids.numpy(), response]
+    for episode, count in zip(held, slots, strict=True):
+        response = episode.here.ids.numpy()
+        parts += [episode.prompt.token_ids.numpy(), response]
         if count:
             parts.append(response[-1:])
     tokens_T = torch.empty(sum(map(len, parts)), dtype=torch.int64)
@@ -164,20 +138,21 @@ def _concatenate_tokens(trajectories: Sequence[Trajectory], slots: Sequence[int]
     return tokens_T
 
 
-def _concatenate_logprobs(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.rollout_logprobs_T`` of trajectories with these numbers of end slots."""
-    zeros = torch.zeros(1 + max((len(t.prompt.token_ids) for t in trajectories), default=0))
+def _concatenate_logprobs(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
+    """``Batch.rollout_logprobs_T`` of episodes with these numbers of end slots."""
+    zeros = torch.zeros(1 + max((len(each.prompt.token_ids) for each in held), default=0))
     parts = [zeros[:0]]
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        parts += [zeros[: len(trajectory.prompt.token_ids)], trajectory.logprobs, zeros[:count]]
+    for episode, count in zip(held, slots, strict=True):
+        parts += [zeros[: len(episode.prompt.token_ids)], episode.here.logprobs, zeros[:count]]
     return torch.cat(parts)
 
 
-def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -> Tensor:
-    """``Batch.weight_version_T`` of trajectories with these numbers of end slots."""
+def _expand_versions(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
+    """``Batch.weight_version_T`` of episodes with these numbers of end slots."""
     runs: list[tuple[int, int]] = []
-    for trajectory, count in zip(trajectories, slots, strict=True):
-        runs += [(-1, len(trajectory.prompt.token_ids)), *trajectory.parts, (-1, count)]
+    for episode, count in zip(held, slots, strict=True):
+        prompt = NO_WEIGHTS, len(episode.prompt.token_ids)
+        runs += [prompt, *episode.parts, (NO_WEIGHTS, count)]
     version_T = torch.empty(sum(tokens for _, tokens in runs), dtype=torch.int64)
     values, start = version_T.numpy(), 0
     for version, tokens in runs:
@@ -186,10 +161,10 @@ def _expand_versions(trajectories: Sequence[Trajectory], slots: Sequence[int]) -
     return version_T
 
 
-def _concatenate_routing(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> Tensor:
-    """``Batch.routed_experts_T`` of trajectories, whose sequences have these lengths."""
-    reported = [t.routed_experts for t in trajectories if t.routed_experts is not None]
-    if not reported or len(reported) < len(trajectories):
+def _concatenate_routing(held: Sequence[Episode], lengths: Sequence[int]) -> Tensor:
+    """``Batch.routed_experts_T`` of episodes, whose sequences have these lengths."""
+    reported = [each.here.experts for each in held if each.here.experts is not None]
+    if not reported or len(reported) < len(held):
         return torch.empty(sum(lengths), 0, 0, dtype=torch.int16)
     rows: list[Tensor] = []
     for experts, length in zip(reported, lengths, strict=True):

@@ -1,0 +1,167 @@
+"""The sequences of a batch on one token axis, shared out over the ranks.
+
+Shapes: ``T`` tokens of all sequences, concatenated without padding; ``B`` sequences.
+``cu_seqlens`` has ``B + 1`` entries; sequence ``b`` is ``tokens_T[cu_seqlens[b]:cu_seqlens[b+1]]``.
+Index ``t`` of a tensor belongs to token ``t``: its log-probability given all tokens before it, the
+value of the state before it, its mask. Outside ``response_mask_T`` every per-token float is 0,
+except that values and rewards may also be nonzero on end slots.
+
+A batch is shared out over the ranks, on the CPU. Tensors ``[B]`` are those of all sequences, the
+same on every rank. Tensors ``[T]`` and ``cu_seqlens`` are those of the ``H`` sequences that this
+rank holds, in ascending order of their indices in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_DEFAULT = torch.empty(0)
+"""Default of a tensor field whose true default depends on the number of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Sequences of a batch on one flat token axis, as far as this rank holds them.
+
+    Args:
+        tokens_T: int64 ``[T]``.
+        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
+        response_mask_T: float32 ``[T]``, 1 on response tokens, which are those that the policy
+            generated; 0 on an environment's tokens between them.
+        end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's stop token, for
+            the terminal state, which has a value but no action. Zeros (default) without end slots.
+        routed_experts_T: uint8 or int16 ``[T, layers, k]``, experts chosen by the engine;
+            ``unknown_expert`` of the dtype where unknown. ``[T, 0, 0]`` (default) if the engine
+            does not report them.
+        expert_layers: decoder layer of each layer of ``routed_experts_T``; None: all, in order.
+        held_H: int64 ``[H]``, indices in the batch of the sequences held, ascending; default: all.
+        lengths_B: int64 ``[B]``, tokens of each sequence, end slot included.
+        response_B: int64 ``[B]``, response tokens of each sequence.
+        end_B: int64 ``[B]``, end slots of each sequence, 0 or 1.
+        inserted_B: int64 ``[B]``, an environment's tokens between the response tokens of each
+            sequence.
+        home_B: int32 ``[B]``, the rank that holds each sequence between passes; -1 (default): every
+            rank.
+        digest_B: int64 ``[B]``, equal for sequences of equal tokens; None: not computed.
+    """
+
+    tokens_T: Tensor
+    cu_seqlens: Tensor
+    response_mask_T: Tensor
+    end_mask_T: Tensor = _DEFAULT
+    routed_experts_T: Tensor = _DEFAULT
+    expert_layers: tuple[int, ...] | None = None
+    held_H: Tensor = _DEFAULT
+    lengths_B: Tensor = _DEFAULT
+    response_B: Tensor = _DEFAULT
+    end_B: Tensor = _DEFAULT
+    inserted_B: Tensor = _DEFAULT
+    home_B: Tensor = _DEFAULT
+    digest_B: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        def fill(name: str, make: Callable[[], Tensor]) -> None:
+            if getattr(self, name) is _DEFAULT:
+                object.__setattr__(self, name, make())
+
+        def count(mask_T: Tensor) -> Tensor:
+            sums_H = torch.segment_reduce(mask_T.double(), "sum", offsets=self.cu_seqlens)
+            return sums_H.long()
+
+        tokens, held = len(self.tokens_T), len(self.cu_seqlens) - 1
+        fill("routed_experts_T", lambda: torch.empty(tokens, 0, 0, dtype=torch.int16))
+        fill("end_mask_T", lambda: torch.zeros_like(self.response_mask_T))
+        fill("held_H", lambda: torch.arange(held))
+        fill("lengths_B", self.cu_seqlens.diff)
+        fill("response_B", lambda: count(self.response_mask_T))
+        fill("end_B", lambda: count(self.end_mask_T))
+        fill("inserted_B", lambda: torch.zeros_like(self.lengths_B))
+        fill("home_B", lambda: torch.full((held,), -1, dtype=torch.int32))
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of the batch, on all ranks."""
+        return len(self.lengths_B)
+
+    @property
+    def value_mask_T(self) -> Tensor:
+        """1 on response tokens and end slots, where states have values: float32 ``[T]``."""
+        return self.response_mask_T + self.end_mask_T
+
+    @property
+    def prompt_B(self) -> Tensor:
+        """Number of prompt tokens of each sequence: int64 ``[B]``."""
+        return self.lengths_B - self.answer_B - self.end_B
+
+    @property
+    def answer_B(self) -> Tensor:
+        """Tokens between prompt and end slot, an environment's included: int64 ``[B]``."""
+        return self.response_B + self.inserted_B
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds every sequence."""
+        return bool((self.home_B < 0).all())
+
+    def at_home(self, rank: int) -> Tensor:
+        """Indices of the sequences whose home is a rank, ascending: int64."""
+        return ((self.home_B == rank) | (self.home_B < 0)).nonzero()[:, 0]
+
+    def places(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Position of sequences of the batch among those held; -1: not held. int64."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        if len(self.held_H) == self.num_sequences:
+            return chosen
+        place_B = torch.full((self.num_sequences,), -1)
+        place_B[self.held_H] = torch.arange(len(self.held_H))
+        return place_B[chosen]
+
+    def here(self, x_B: Tensor) -> Tensor:
+        """The held sequences' part of a tensor of all sequences: ``[B, ...]`` to ``[H, ...]``."""
+        return x_B if len(self.held_H) == self.num_sequences else x_B[self.held_H]
+
+
+def unknown_expert(dtype: torch.dtype) -> int:
+    """The number that marks an unknown choice in ``Sequences.routed_experts_T``."""
+    return 255 if dtype == torch.uint8 else -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Sequences):
+    """Scored episodes.
+
+    Args:
+        rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
+        group_B: int64 ``[B]``, uid of the prompt.
+        scores_B: float32 ``[B]``, the reward of each episode: the outcome reward, and the sum
+            of its ``token_rewards_T``.
+        truncated_B: bool ``[B]``, not ended by a stop token.
+        weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
+        token_rewards_T: float32 ``[T]``, the part of the reward that belongs to single tokens
+            (process rewards); default: zeros.
+    """
+
+    rollout_logprobs_T: Tensor
+    group_B: Tensor
+    scores_B: Tensor
+    truncated_B: Tensor
+    weight_version_T: Tensor
+    token_rewards_T: Tensor = _DEFAULT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_rewards_T is _DEFAULT:
+            object.__setattr__(self, "token_rewards_T", no_token_rewards(self.response_mask_T))
+
+
+def no_token_rewards(mask_T: Tensor) -> Tensor:
+    """``Batch.token_rewards_T`` where no token has a reward: zeros that take no memory per token.
+
+    Args:
+        mask_T: float32 ``[T]``, for the size.
+    """
+    return mask_T.new_zeros(()).expand_as(mask_T)

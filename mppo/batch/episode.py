@@ -1,0 +1,171 @@
+"""Episodes: what the policy answered to a prompt, and what an environment said between its turns.
+
+Every rank knows of each episode all but its tokens, which lie on one rank, its home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mppo.batch.prompt import ComparedByValue, Prompt
+
+NO_WEIGHTS = -1
+"""The weight version of tokens that no weights generated: prompts, and an environment's tokens."""
+OPEN = "open"
+"""The finish reason of a conversation that an environment has answered, and that goes on."""
+
+Key = TypeVar("Key")
+Part = tuple[int, int]
+"""Version of the weights that generated some tokens, and their number."""
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What an agent says of a conversation that has ended.
+
+    Args:
+        reward: the score; None: the reward function scores the conversation.
+        numbers: further numbers by name, which are logged.
+        error: why the agent failed; None: it did not.
+    """
+
+    reward: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeTokens(ComparedByValue):
+    """The tokens of an episode after its prompt.
+
+    Args:
+        ids: int32 ``[L]``, generated tokens, the stop token included when one was generated, and
+            an environment's tokens between them. This and ``logprobs`` may be any sequence, which
+            is converted.
+        logprobs: float32 ``[L]``, log-probability of each token under the distribution it was
+            sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature); 0 for
+            an environment's tokens.
+        experts: int16 ``[tokens, layers, k]``, experts chosen by the engine's routers for the first
+            tokens of prompt and response (the last generated token is never routed); None if the
+            engine does not report them.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    experts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.convert("ids", torch.int32)
+        self.convert("logprobs", torch.float32)
+
+    @property
+    def routed(self) -> tuple[int, int, int] | None:
+        """Shape of ``experts``."""
+        if self.experts is None:
+            return None
+        tokens, layers, chosen = self.experts.shape
+        return tokens, layers, chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Episode(ComparedByValue):
+    """One sampled response. In a conversation, an environment's tokens are parts of it.
+
+    Args:
+        prompt: the prompt.
+        parts: of its tokens, in order; the version of an environment's part is ``NO_WEIGHTS``.
+        finish_reason: "stop" (a stop token was generated), "length", "abort" or ``OPEN``.
+        home: the rank that holds its tokens.
+        routed: shape of its experts, (tokens, layers, k); None: the engine reports none.
+        tokens: on its home; None elsewhere.
+        result: what the agent says of the conversation, on the rank that ran the agent.
+    """
+
+    prompt: Prompt
+    parts: tuple[Part, ...]
+    finish_reason: str
+    home: int = 0
+    routed: tuple[int, int, int] | None = None
+    tokens: EpisodeTokens | None = None
+    result: EpisodeResult | None = None
+
+    @classmethod
+    def sampled(
+        cls,
+        prompt: Prompt,
+        tokens: EpisodeTokens,
+        finish_reason: str,
+        version: int,
+        earlier: tuple[Part, ...] = (),
+    ) -> Episode:
+        """An episode whose tokens this rank has received.
+
+        Args:
+            prompt: the prompt.
+            tokens: all after the prompt.
+            finish_reason: see ``Episode``.
+            version: of the weights that generated the tokens after the earlier parts.
+            earlier: the parts before.
+        """
+        last = len(tokens.ids) - sum(count for _, count in earlier)
+        parts = (*earlier, (version, last))
+        return cls(prompt, parts, finish_reason, 0, tokens.routed, tokens)
+
+    @property
+    def here(self) -> EpisodeTokens:
+        """The tokens, on the rank that holds them."""
+        assert self.tokens is not None, f"the tokens lie on rank {self.home}"
+        return self.tokens
+
+    @property
+    def length(self) -> int:
+        """Number of tokens after the prompt."""
+        return sum(count for _, count in self.parts)
+
+    @property
+    def inserted(self) -> int:
+        """Number of the environment's tokens among them."""
+        return sum(count for version, count in self.parts if version == NO_WEIGHTS)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return 1 + sum(version == NO_WEIGHTS for version, _ in self.parts)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether more tokens are to be generated."""
+        return self.finish_reason in ("abort", OPEN)
+
+    def elsewhere(self, home: int) -> Episode:
+        """What the other ranks know of an episode whose home is ``home``."""
+        return replace(self, home=home, tokens=None, result=None)
+
+    def with_experts(self, experts: Tensor) -> Episode:
+        """This episode with the experts that its tokens were routed to."""
+        tokens = replace(self.here, experts=experts)
+        return replace(self, tokens=tokens, routed=tokens.routed)
+
+    def followed_by(self, more: Episode) -> Episode:
+        """This episode with the tokens of a continuation, which ends it or a part of it."""
+        before, after = self.here, more.here
+        tokens = EpisodeTokens(
+            torch.cat([before.ids, after.ids]),
+            torch.cat([before.logprobs, after.logprobs]),
+            after.experts,
+        )
+        return replace(more, parts=(*self.parts, *more.parts), tokens=tokens)
+
+
+EpisodesBySample = Mapping[tuple[int, int], Episode]
+"""Episodes by prompt uid and sample number."""
+
+
+def held(episodes: Mapping[Key, Episode]) -> dict[Key, Episode]:
+    """Those whose tokens this rank holds."""
+    return {key: each for key, each in episodes.items() if each.tokens is not None}
