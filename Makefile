@@ -19,7 +19,7 @@ help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
 	@echo "make test        run lint and all tests"
 	@echo "make lint        run ruff (rules and format) and pyright (types)"
-	@echo "make format      reformat the code with ruff"
+	@echo "make format      reformat the code with ruff, and correct links to lines in the documentation"
 	@echo "make docs        build the documentation as a site in build/docs"
 	@echo "make schema      write docs/recipe.schema.json and docs/recipe_reference.md from mppo/config/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
@@ -54,6 +54,7 @@ lint: $(VENV)/.test
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tests/line_links.py
 
 schema: $(VENV)/.mppo
 	$(BIN)/python -m mppo.config.load --json-schema > docs/recipe.schema.json

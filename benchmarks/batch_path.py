@@ -158,7 +158,7 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
     found = episodes_of(mine, request)
     del mine, answers  # as the engine, which has received everything
     times.append(time.process_time())
-    batch = pack_episodes(found, [0.0] * len(found))
+    batch = pack_episodes(found)
     times.append(time.process_time())
     held = resident()
     for micro_batches in spec.plan(batch.lengths_B.tolist()):

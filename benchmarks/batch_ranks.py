@@ -82,6 +82,7 @@ def path(
     """One rank of the path; writes its numbers to a file."""
     from mppo.algos.packing import select_sequences
     from mppo.batch.prompt import Prompt
+    from mppo.batch.shares import pack_at_home, share_out
     from mppo.config.sections.rollout import SamplingConfig
     from mppo.models.role_spec import TOKENS_ONLY
     from mppo.models.work_share import PassMoves, fetch_share
@@ -89,7 +90,6 @@ def path(
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.answers import add_answers
-    from mppo.trainer.sharing.shares import pack_at_home, share_out
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
@@ -102,7 +102,7 @@ def path(
     dist.barrier()
     start = time.process_time()
     episodes = with_experts(add_answers({}, mine, request, None, world, None))
-    batch = share_out(pack_at_home(episodes, [0.0] * len(episodes)), 64)
+    batch = share_out(pack_at_home(episodes), 64)
     plan = spec.plan(batch.lengths_B.tolist())
     moves = PassMoves(layout, plan, batch)
     share, _ = fetch_share(batch, moves, TOKENS_ONLY, [list(range(EXPERTS[0]))] * layout.pp)

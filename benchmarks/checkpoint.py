@@ -178,7 +178,7 @@ def measuring(role, tokens: int) -> Callable[[], object]:
         )
         for i, row in enumerate(rows)
     ]
-    batch = pack_episodes(episodes, [0.0] * len(rows))
+    batch = pack_episodes(episodes)
     plan = role.plan(batch, training=False)
     return lambda: role.forward(batch, plan)
 

@@ -80,7 +80,7 @@ def make_batch(lengths: list[int]):
         prompt = Prompt(uid, tokens[:cut], "", "", "")
         response = EpisodeTokens(tokens[cut:], [0.0] * (length - cut))
         episodes.append(Episode.sampled(prompt, response, "stop", 0))
-    return pack_episodes(episodes, [0.0] * len(lengths))
+    return pack_episodes(episodes)
 
 
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):

@@ -162,14 +162,16 @@ def _roles(folder: Path, offloaded: bool):
 
 
 def _batch(sequences: int):
-    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.episode import Episode, EpisodeTokens, with_scores
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
+    from mppo.batch.score import ResponseScore
 
     prompt = Prompt(0, torch.ones(32, dtype=torch.int32), "", "", "")
     tokens = EpisodeTokens(torch.full((96,), 2, dtype=torch.int32), torch.full((96,), -0.5))
     episodes = [Episode.sampled(prompt, tokens, "length", 0)] * sequences
-    return pack_episodes(episodes, [float(i % 2) for i in range(sequences)], 0)
+    scores = [ResponseScore(float(i % 2)) for i in range(sequences)]
+    return pack_episodes(with_scores(episodes, scores))
 
 
 def _experience(roles, sequences: int):

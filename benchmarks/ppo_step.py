@@ -176,7 +176,7 @@ class CountScorer:
     """The part of ``mppo.rewards.scorer.Scorer`` that a step uses."""
 
     def raw_scores(self, episodes):
-        from mppo.rewards.scores import ResponseScore
+        from mppo.batch.score import ResponseScore
 
         return [ResponseScore((each.prompt.uid + each.length) % 7 / 7) for each in episodes]
 

@@ -215,15 +215,16 @@ UPDATES, COUNTS = 4, (2, 4)
 
 def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> Callable[[], None]:
     """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
-    from mppo.batch.episode import Episode, EpisodeTokens
+    from mppo.batch.episode import Episode, EpisodeTokens, with_scores
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
+    from mppo.batch.score import ResponseScore
+    from mppo.batch.shares import share_out
     from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
-    from mppo.trainer.sharing.shares import share_out
     from mppo.trainer.update.phase import UpdatePhase
 
     size = UPDATES * count
@@ -242,7 +243,8 @@ def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> C
         )
         for i, row in enumerate(ids)
     ]
-    batch = share_out(pack_episodes(episodes, [0.1 * i for i in range(size)]))
+    scores = [ResponseScore(0.1 * i) for i in range(size)]
+    batch = share_out(pack_episodes(with_scores(episodes, scores)))
     forward = ForwardPhase(roles, batch)
     for together in forward.passes:
         forward.compute(together)

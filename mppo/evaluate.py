@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.build import build_agent, with_agent
 from mppo.agents.function import AgentFunction
+from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -297,9 +298,9 @@ def evaluate(
         scorer = evaluation.scorer
         if recipe.reward_model.in_use:
             scorer = _with_reward_model(scorer, recipe, evaluation.tokenizer)
-        judged = scorer.score(episodes)
-    lines = sample_lines(episodes, judged, evaluation.tokenizer) if with_samples else []
-    return on_first_rank(partial(validation_metrics, episodes, judged)), lines
+        episodes = with_scores(episodes, scorer.score(episodes))
+    lines = sample_lines(episodes, evaluation.tokenizer) if with_samples else []
+    return on_first_rank(partial(validation_metrics, episodes)), lines
 
 
 def _with_reward_model(

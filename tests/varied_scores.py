@@ -9,7 +9,8 @@ from array import array
 from dataclasses import asdict
 from typing import Any
 
-from mppo.rewards.scores import UNSCORED, ResponseScore
+from mppo.batch.score import ResponseScore
+from mppo.rewards.scores import UNSCORED
 
 NUMBERS = (0.1, -0.0, 5e-324, 3.4e38, math.inf, -math.inf, math.nan, 1 / 3)
 NAMES = ("acc", "format", "größe", "half \ud800", "")

@@ -5,7 +5,7 @@ Every rank knows of each episode all but its tokens, which lie on one rank, its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mppo.batch.prompt import ComparedByValue, Prompt
+from mppo.batch.score import ResponseScore
 
 NO_WEIGHTS = -1
 """The weight version of tokens that no weights generated: prompts, and an environment's tokens."""
@@ -84,6 +85,7 @@ class Episode(ComparedByValue):
         routed: shape of its experts, (tokens, layers, k); None: the engine reports none.
         tokens: on its home; None elsewhere.
         result: what the agent says of the conversation, on the rank that ran the agent.
+        score: of the response; None: not scored yet.
     """
 
     prompt: Prompt
@@ -93,6 +95,7 @@ class Episode(ComparedByValue):
     routed: tuple[int, int, int] | None = None
     tokens: EpisodeTokens | None = None
     result: EpisodeResult | None = None
+    score: ResponseScore | None = None
 
     @classmethod
     def sampled(
@@ -121,6 +124,12 @@ class Episode(ComparedByValue):
         """The tokens, on the rank that holds them."""
         assert self.tokens is not None, f"the tokens lie on rank {self.home}"
         return self.tokens
+
+    @property
+    def scored(self) -> ResponseScore:
+        """The score, once there is one."""
+        assert self.score is not None, "score the episode first"
+        return self.score
 
     @property
     def length(self) -> int:
@@ -164,6 +173,11 @@ class Episode(ComparedByValue):
 
 EpisodesBySample = Mapping[tuple[int, int], Episode]
 """Episodes by prompt uid and sample number."""
+
+
+def with_scores(episodes: Sequence[Episode], scores: Sequence[ResponseScore]) -> list[Episode]:
+    """The episodes with their scores."""
+    return [replace(each, score=score) for each, score in zip(episodes, scores, strict=True)]
 
 
 def held(episodes: Mapping[Key, Episode]) -> dict[Key, Episode]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,34 +12,23 @@ from mppo.batch.batch import Batch, no_token_rewards
 from mppo.batch.episode import NO_WEIGHTS, Episode
 
 
-def pack_episodes(
-    episodes: Sequence[Episode],
-    scores: Sequence[float],
-    end_slots_below: int = 0,
-    token_rewards: Mapping[int, Sequence[float]] | None = None,
-) -> Batch:
+def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch:
     """Concatenate the episodes that this rank holds on one token axis.
 
     Args:
-        episodes: all B; they may have no tokens.
-        scores: B rewards.
+        episodes: all B; they may have no tokens. One without a score scores 0.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
             with fewer tokens than this. The slot repeats the stop token, which nothing reads.
             0: no end slots.
-        token_rewards: reward of each token of some of the episodes held, by index; they are parts
-            of ``scores``.
 
     Returns:
         Batch on the CPU; no sequence has a home.
 
     Raises:
-        ValueError: no episode, or the numbers of episodes and scores differ.
+        ValueError: no episode.
     """
-    if not episodes or len(episodes) != len(scores):
-        raise ValueError(
-            f"a batch needs at least one episode and one score for each: got "
-            f"{len(episodes)} episodes and {len(scores)} scores"
-        )
+    if not episodes:
+        raise ValueError("a batch needs at least one episode")
     stopped_B = torch.tensor([each.finish_reason == "stop" for each in episodes])
     prompt_B = torch.tensor([len(each.prompt.token_ids) for each in episodes])
     answer_B = torch.tensor([each.length for each in episodes])
@@ -48,6 +37,7 @@ def pack_episodes(
     slots_B = (stopped_B & (answer_B > 0) & (answer_B < end_slots_below)).long()
     # every sequence is a run of prompt tokens, one of answer tokens and one of its end slot
     runs_B = torch.stack([prompt_B, answer_B, slots_B], 1)
+    scores = [0.0 if each.score is None else each.score.score for each in episodes]
     held = [each for each in episodes if each.tokens is not None]
     numbers = [number for number, each in enumerate(episodes) if each.tokens is not None]
     held_H = torch.tensor(numbers, dtype=torch.int64)
@@ -76,7 +66,7 @@ def pack_episodes(
         end_B=slots_B,
         inserted_B=inserted_B,
         home_B=torch.full((len(episodes),), -1, dtype=torch.int32),
-        token_rewards_T=_spread_rewards(token_rewards or {}, held_H, mask_T, answer.tolist()),
+        token_rewards_T=_spread_rewards(held, mask_T, answer.tolist()),
     )
 
 
@@ -104,20 +94,17 @@ def _clear_inserted(mask_T: Tensor, held: Sequence[Episode], starts: Sequence[in
             start += count
 
 
-def _spread_rewards(
-    rewards: Mapping[int, Sequence[float]], held_H: Tensor, mask_T: Tensor, starts: Sequence[int]
-) -> Tensor:
-    """``Batch.token_rewards_T`` of episodes with rewards by index.
+def _spread_rewards(held: Sequence[Episode], mask_T: Tensor, starts: Sequence[int]) -> Tensor:
+    """``Batch.token_rewards_T`` of episodes, whose tokens after the prompt begin at ``starts``.
 
     The reward of an environment's token belongs to the response token before it, whose effect it
     is.
     """
-    if not rewards:
+    rewards = [() if each.score is None else each.score.token_rewards for each in held]
+    if not any(map(len, rewards)):
         return no_token_rewards(mask_T)
     spread_T = torch.zeros(len(mask_T))
-    for index, start in zip(held_H.tolist(), starts, strict=True):
-        if not len(found := rewards.get(index, ())):
-            continue
+    for found, start in zip(rewards, starts, strict=True):
         span = slice(start, start + len(found))
         places = torch.where(mask_T[span] > 0, torch.arange(len(found)), 0).cummax(0).values
         values = torch.from_numpy(np.asarray(found, dtype=np.float32))

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mppo.batch.score import ResponseScore
 from mppo.rewards.response import Response
-from mppo.rewards.scores import ResponseScore
 
 ENTRIES = 1 << 16
 """Most scores that are remembered; the one not used for longest is forgotten first."""

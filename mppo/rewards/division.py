@@ -16,9 +16,9 @@ from torch import Tensor
 from mppo.batch.episode import Episode
 from mppo.batch.moves import bring_ids
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.parallel.exchange import Moves, exchange
-from mppo.rewards.scores import ResponseScore
 
 T = TypeVar("T")
 

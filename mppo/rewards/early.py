@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch.episode import Episode
+from mppo.batch.score import ResponseScore
 from mppo.rewards.division import exchange_scores
 from mppo.rewards.scorer import Scorer
-from mppo.rewards.scores import ResponseScore
 
 
 class EarlyScores:

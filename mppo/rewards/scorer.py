@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.episode import Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
@@ -22,13 +23,7 @@ from mppo.rewards.function import load_function
 from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
-from mppo.rewards.scores import (
-    FailedScore,
-    ModelScore,
-    ResponseScore,
-    read_scores,
-    without_score,
-)
+from mppo.rewards.scores import FailedScore, ModelScore, read_scores, without_score
 from mppo.rewards.shaping import clip_score, overlong_penalty
 
 

@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from mppo.batch.score import ResponseScore, compact
 from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import place_rewards, read_result
-
-
-@dataclass(frozen=True)
-class ResponseScore:
-    """The score of one response and the further numbers of the reward function.
-
-    Args:
-        score: the outcome reward plus ``token_total``.
-        numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
-        error: why there is no score, if ``score`` is the number of ``reward.on_error``.
-        unscored: the limit that the response exceeded, or what it did to its verifier: a key of
-            ``UNSCORED``. Without ``error``, it scores 0 for that reason.
-        token_total: sum of the rewards of its tokens.
-        token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
-        answer: the final answer in the response; empty if it has none, None if nothing reads it.
-        right: whether the response is right, before any shaping of the score; None if the reward
-            does not say so.
-    """
-
-    score: float
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    error: str | None = None
-    unscored: str | None = None
-    token_total: float = 0.0
-    token_rewards: Sequence[float] = ()
-    answer: str | None = None
-    right: bool | None = None
-
-    def scaled(self, factor: float) -> ResponseScore:
-        """The score and its token rewards, multiplied by a factor."""
-        rewards = _compact(factor * np.asarray(self.token_rewards, np.float64))
-        total, score = factor * self.token_total, factor * self.score
-        return replace(self, score=score, token_total=total, token_rewards=rewards)
-
-    def with_outcome(self, outcome: float) -> ResponseScore:
-        """Replace the outcome reward; the token rewards stay."""
-        return replace(self, score=outcome + self.token_total)
-
-    @property
-    def outcome(self) -> float:
-        """The outcome reward: the score without the token rewards."""
-        return self.score - self.token_total
-
-
-def _compact(rewards: np.ndarray) -> Sequence[float]:
-    """float64 rewards as a sequence of Python numbers, in 8 bytes each."""
-    return array("d", rewards.tobytes()) or ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +90,7 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
         try:
             found = read_result(result)
             placed = place_rewards(found.token_rewards, len(response.token_ids))
-            rewards = _compact(np.array(placed, np.float64))
+            rewards = compact(np.array(placed, np.float64))
             total, numbers = sum(rewards), found.numbers
             return ResponseScore(
                 found.score + total,

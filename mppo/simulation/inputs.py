@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from mppo.batch.batch import Batch
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape
 
@@ -56,8 +57,8 @@ def longest_batch(recipe: Recipe, actor_config: Any = None, uneven: bool = False
                 0,
             )
         )
-    scores = [float(i % 2) for i in range(len(episodes))]
-    return pack_episodes(episodes, scores, recipe.algorithm.score_after_end)
+    scores = [ResponseScore(float(i % 2)) for i in range(len(episodes))]
+    return pack_episodes(with_scores(episodes, scores), recipe.algorithm.score_after_end)
 
 
 def _chosen_experts(config: Any, tokens: int) -> torch.Tensor:

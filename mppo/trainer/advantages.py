@@ -40,6 +40,7 @@ from mppo.algos.rollout_correction import (
     veto_mask,
 )
 from mppo.batch.batch import Batch
+from mppo.batch.gathers import gather_of
 from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
@@ -47,7 +48,6 @@ from mppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
-from mppo.trainer.sharing.gathers import gather_of
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:

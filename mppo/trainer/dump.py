@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mppo.batch.batch import unknown_expert
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
 from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
@@ -30,12 +31,11 @@ from mppo.dumps.step_dump import (
 )
 from mppo.parallel.collectives import group_size, raise_on_any_rank
 from mppo.parallel.partition import partition
-from mppo.rewards.scores import ResponseScore
 from mppo.safety.disk import set_aside
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.failures import storage_message
 from mppo.trainer.metrics import conversation_metrics, reward_metrics
-from mppo.trainer.rollout_stage import ScoredRollout, pack_scored
+from mppo.trainer.rollout_stage import Rollout, pack_scored
 from mppo.trainer.run import Run
 from mppo.weights.shape import model_shape
 
@@ -76,32 +76,32 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
 
 
 def dump_step(
-    run: Run, step: int, scored: ScoredRollout, outputs: Outputs, experience: Experience
+    run: Run, step: int, rollout: Rollout, outputs: Outputs, experience: Experience
 ) -> None:
     """Write the dump of a step. Collective.
 
     Args:
         run: the run.
         step: the PPO step.
-        scored: the responses with their raw scores.
+        rollout: the responses with their raw scores.
         outputs: the models' outputs before the update.
         experience: made of ``outputs``, before PF-PPO's resampling.
     """
     folder, rank = step_folder(run.reporter.run_dir, step), dist.get_rank()
     if rank == 0:
         remove_stale([folder])
-    raw = replace(outputs.batch, token_rewards_T=scored.batch.token_rewards_T)
+    raw = replace(outputs.batch, token_rewards_T=rollout.batch.token_rewards_T)
     write_shares(folder, replace(experience, old=replace(outputs, batch=raw)), _LEFT_OUT)
     tokens = outputs.batch.tokens_T.unique().tolist()
     texts = run.tokenizer.batch_decode([[token] for token in tokens]) if tokens else []
     _on_all_ranks(lambda: write_pieces(folder, rank, dict(zip(tokens, texts, strict=True))))
     plain = run.recipe.model_dump(mode="json")
-    header = StepDump(step, recipe_hash(plain), group_size(), run.kl.coef, tuple(_rows(scored)))
+    header = StepDump(step, recipe_hash(plain), group_size(), run.kl.coef, tuple(_rows(rollout)))
     _on_all_ranks(lambda: write_header(folder, header) if rank == 0 else None)
 
 
-def _rows(scored: ScoredRollout) -> list[SequenceRow]:
-    baselines = scored.baseline_B.tolist() or [None] * len(scored.judged)
+def _rows(rollout: Rollout) -> list[SequenceRow]:
+    baselines = rollout.baseline_B.tolist() or [None] * len(rollout.episodes)
     return [
         SequenceRow(
             uid=episode.prompt.uid,
@@ -110,16 +110,16 @@ def _rows(scored: ScoredRollout) -> list[SequenceRow]:
             ground_truth=str(episode.prompt.ground_truth),
             finish_reason=episode.finish_reason,
             parts=episode.parts,
-            score=judged.score,
+            score=episode.scored.score,
             baseline=baseline,
-            numbers=judged.numbers,
-            error=judged.error,
-            unscored=judged.unscored,
-            token_total=judged.token_total,
-            answer=judged.answer,
-            right=judged.right,
+            numbers=episode.scored.numbers,
+            error=episode.scored.error,
+            unscored=episode.scored.unscored,
+            token_total=episode.scored.token_total,
+            answer=episode.scored.answer,
+            right=episode.scored.right,
         )
-        for episode, judged, baseline in zip(scored.episodes, scored.judged, baselines, strict=True)
+        for episode, baseline in zip(rollout.episodes, baselines, strict=True)
     ]
 
 
@@ -129,7 +129,7 @@ def replay_folders(replay: str) -> list[Path]:
     return list(dumped_steps(Path(replay)).values())
 
 
-def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
     """Read the responses and scores of a dumped step instead of generating them. Collective.
 
     Step s trains on the s-th dump, and begins again with the first after the last.
@@ -147,7 +147,7 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
     folder = folders[(step - 1) % len(folders)]
     try:
         header = read_header_of(folder)
-        episodes, rewards = read_episodes(folder, header)
+        episodes = read_episodes(folder, header)
     except UNREADABLE as error:
         why = " ".join(str(error).split())
         raise ValueError(
@@ -155,41 +155,15 @@ def replay_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]
             "or remove this step's folder"
         ) from error
     _check_suits(run, folder, header, episodes)
-    judged = dumped_scores(header, rewards)
     run.roles.placement.prepare("forward")
-    batch = pack_scored(run, episodes, judged)
+    batch = pack_scored(run, episodes)
     baseline_B = torch.empty(0)
     if needs_greedy_baseline(run.recipe.algorithm):
         baseline_B = torch.tensor([row.baseline for row in header.rows])
-    scored = ScoredRollout(episodes, batch, baseline_B, judged, [])
-    metrics = reward_metrics(episodes, judged, [])
+    metrics = reward_metrics(episodes, [])
     if run.recipe.rollout.agent is not None:
         metrics |= conversation_metrics(episodes)
-    return scored, metrics
-
-
-def dumped_scores(
-    header: StepDump, token_rewards: Mapping[int, Sequence[float]]
-) -> list[ResponseScore]:
-    """What scoring found of each response of a dump.
-
-    Args:
-        header: of the dump.
-        token_rewards: of the responses held here, by index, as ``read_episodes`` returns them.
-    """
-    return [
-        ResponseScore(
-            row.score,
-            row.numbers,
-            row.error,
-            row.unscored,
-            token_total=row.token_total,
-            token_rewards=token_rewards.get(index, ()),
-            answer=row.answer,
-            right=row.right,
-        )
-        for index, row in enumerate(header.rows)
-    ]
+    return Rollout(episodes, batch, baseline_B, []), metrics
 
 
 def _check_suits(run: Run, folder: Path, header: StepDump, episodes: list[Episode]) -> None:
@@ -212,15 +186,8 @@ def _check_suits(run: Run, folder: Path, header: StepDump, episodes: list[Episod
         ) from None
 
 
-def read_episodes(
-    folder: Path, header: StepDump
-) -> tuple[list[Episode], dict[int, Sequence[float]]]:
-    """The responses of a dump, of which this rank holds those whose home it is.
-
-    Returns:
-        The responses, and the rewards of the tokens of those held here, by index; those without
-        are left out.
-    """
+def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
+    """The scored responses of a dump, of which this rank holds those whose home it is."""
     world = group_size()
     rank = dist.get_rank() if world > 1 else 0
     lengths_B = read_batch_tensor(folder, "lengths_B")
@@ -237,7 +204,6 @@ def read_episodes(
     ends = cumulative(lengths_B[torch.tensor(held, dtype=torch.int64)]).tolist()
     batch = read.old.batch
     episodes: list[Episode] = []
-    rewards: dict[int, Sequence[float]] = {}
     sizes = zip(batch.prompt_B.tolist(), batch.answer_B.tolist(), strict=True)
     where = dict(zip(held, ends))
     shape = batch.routed_experts_T.shape[1:]  # the same on every rank, also if it holds nothing
@@ -251,18 +217,33 @@ def read_episodes(
         parts = tuple((int(version), int(count)) for version, count in row.parts)
         home = max(int(home_B[index]), 0)
         routed = None if 0 in shape else (prompt_tokens + tokens, shape[0], shape[1])
-        own = None
+        own, rewards = None, []
         if index in where:
             start, end = first + prompt_tokens, first + prompt_tokens + tokens
             if batch.token_rewards_T[start:end].any():
-                rewards[index] = batch.token_rewards_T[start:end].tolist()
+                rewards = batch.token_rewards_T[start:end].tolist()
             own = EpisodeTokens(
                 batch.tokens_T[start:end],
                 batch.rollout_logprobs_T[start:end],
                 _experts(batch.routed_experts_T[first:end]),
             )
-        episodes.append(Episode(prompt, parts, row.finish_reason, home, routed, own))
-    return episodes, rewards
+        score = _score(row, rewards)
+        episodes.append(Episode(prompt, parts, row.finish_reason, home, routed, own, score=score))
+    return episodes
+
+
+def _score(row: SequenceRow, token_rewards: Sequence[float]) -> ResponseScore:
+    """What scoring found of a response of a dump."""
+    return ResponseScore(
+        row.score,
+        row.numbers,
+        row.error,
+        row.unscored,
+        token_total=row.token_total,
+        token_rewards=token_rewards,
+        answer=row.answer,
+        right=row.right,
+    )
 
 
 def _experts(experts_T: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mppo.batch.batch import Batch
+from mppo.batch.episode import with_scores
 from mppo.batch.outputs import Experience
 from mppo.parallel.collectives import group_size
 from mppo.parallel.measurement.probe import probe_ms
@@ -38,10 +39,9 @@ from mppo.trainer.metrics import (
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.rollout_stage import (
     DynamicSampling,
-    ScoredRollout,
-    generate_batch,
+    Rollout,
     prefetch_next,
-    score,
+    roll_out,
     show_errors,
     wait_for_prefetch,
 )
@@ -127,10 +127,10 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         ScoringError: a response could not be scored.
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
-    scored, sampling_metrics = collect_rollout(run, step)
-    run.reward_stats.merge(scored.batch.scores_B)
+    rollout, sampling_metrics = collect_rollout(run, step)
+    run.reward_stats.merge(rollout.batch.scores_B)
     batch, baseline_B = normalize_scores(
-        scored.batch, scored.baseline_B, algorithm, run.reward_stats
+        rollout.batch, rollout.baseline_B, algorithm, run.reward_stats
     )
     with run.stage("log_probs", step):
         forward = ForwardPhase(run.roles, batch)
@@ -143,7 +143,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         experience = estimate(outputs, algorithm, run.kl.coef, baseline_scores_B=baseline_B)
     if recipe.trainer.dump_rollouts:
         with run.stage("dump_rollouts", step):
-            dump_step(run, step, scored, outputs, experience)
+            dump_step(run, step, rollout, outputs, experience)
     with run.stage("adv", step):
         experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
     run.checkpoints.before_update()
@@ -155,27 +155,23 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     prefetch_metrics = wait_for_prefetch(run, step)
     with run.stage("update_weights", step):
         sync_weights(run, version=step)
-    show_samples(run, step, scored.episodes, scored.judged)
+    show_samples(run, step, rollout.episodes)
     kl = current_kl(outputs, algorithm)
     metrics = sampling_metrics | prefetch_metrics | update_metrics
-    metrics |= batch_metrics(scored.batch, outputs, experience, step, recipe)
+    metrics |= batch_metrics(rollout.batch, outputs, experience, step, recipe)
     metrics |= kl_metrics(kl, run.kl.coef, recipe.actor) | run.engine.sync_metrics()
     run.kl.update(kl, batch.num_sequences)
     return metrics | run_metrics(run, batch, step)
 
 
-def collect_rollout(run: Run, step: int) -> tuple[ScoredRollout, dict[str, float]]:
+def collect_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
     """Generate and score responses, or read those of a dump (``trainer.replay``)."""
     if run.recipe.trainer.replay is not None:
         with run.stage("replay", step):
             return replay_rollout(run, step)
     sampling = DynamicSampling(run.recipe)
     while sampling.needs_more:
-        with run.stage("gen", step):
-            unscored = generate_batch(run, step, last=sampling.is_last)
-        with run.stage("reward", step):
-            sampling.add(score(run, unscored, step))
-            stop_request.sync()
+        sampling.add(roll_out(run, step, last=sampling.is_last))
     if sampling.ended_early:
         with run.stage("gen", step):
             prefetch_next(run, step)
@@ -240,10 +236,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
     folder = run.recipe.trainer.validation_data_dir
     with run.stage("testing", step):
         episodes = generate_validation(run.engine, run.recipe, run.validation.prompts)
-        judged = run.scorer.score(episodes)
+        episodes = with_scores(episodes, run.scorer.score(episodes))
         if folder is not None:
-            lines = sample_lines(episodes, judged, run.tokenizer)
+            lines = sample_lines(episodes, run.tokenizer)
             on_first_rank(partial(write_lines, Path(folder) / f"{step}.jsonl", lines))
-    show_errors(run.reporter, step, judged)
+    show_errors(run.reporter, step, episodes)
     timing = {"timing_s/testing": run.seconds["testing"]}
-    return timing | validation_metrics(episodes, judged)
+    return timing | validation_metrics(episodes)

@@ -17,6 +17,7 @@ from mppo.algos import rollout_correction
 from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
 from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode
+from mppo.batch.gathers import gather_of, gather_table
 from mppo.batch.outputs import Experience, Outputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
@@ -24,9 +25,8 @@ from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
-from mppo.rewards.scores import UNSCORED, ResponseScore
+from mppo.rewards.scores import UNSCORED
 from mppo.trainer.selection import informative_sequences
-from mppo.trainer.sharing.gathers import gather_of, gather_table
 
 _ALL_RANKS, _HIGHEST = 32, 8
 """Most ranks that have metrics of their own each, and how many have them where there are more."""
@@ -333,34 +333,29 @@ def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]
     return metrics
 
 
-def mean_scores(
-    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
-) -> dict[str, float]:
+def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
     """Mean score by data source."""
     scores: dict[str, list[float]] = {}
-    for episode, judgement in zip(episodes, judgements, strict=True):
-        scores.setdefault(episode.prompt.data_source, []).append(judgement.score)
+    for episode in episodes:
+        scores.setdefault(episode.prompt.data_source, []).append(episode.scored.score)
     return {source: sum(found) / len(found) for source, found in scores.items()}
 
 
-def mean_numbers(
-    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
-) -> dict[tuple[str, str], float]:
+def mean_numbers(episodes: Sequence[Episode]) -> dict[tuple[str, str], float]:
     """Means of the numbers that accompany scores, by data source and name.
 
     Each mean is over the responses of the source that have the number.
     """
     numbers: dict[tuple[str, str], list[float]] = {}
-    for episode, judgement in zip(episodes, judgements, strict=True):
-        for name, value in judgement.numbers.items():
+    for episode in episodes:
+        for name, value in episode.scored.numbers.items():
             numbers.setdefault((episode.prompt.data_source, name), []).append(value)
     return {key: sum(found) / len(found) for key, found in numbers.items()}
 
 
 def reward_metrics(
     episodes: Sequence[Episode],
-    judgements: Sequence[ResponseScore],
-    greedy: Sequence[ResponseScore],
+    greedy: Sequence[Episode],
 ) -> dict[str, float]:
     """Metrics of scoring.
 
@@ -369,12 +364,11 @@ def reward_metrics(
 
     Args:
         episodes: the responses.
-        judgements: of these responses.
-        greedy: judgements of the greedy responses; only errors and missing scores are counted.
+        greedy: the greedy responses; only errors and missing scores are counted.
     """
-    numbers = mean_numbers(episodes, judgements)
+    numbers = mean_numbers(episodes)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
-    everything = [*judgements, *greedy]
+    everything = [*episodes, *greedy]
     metrics |= {f"reward/{reason}": count for reason, count in unscored(everything).items()}
     return metrics | {"reward/errors": float(len(errors_of(everything)))}
 
@@ -388,12 +382,12 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     )
 
 
-def errors_of(judgements: Sequence[ResponseScore]) -> list[str]:
+def errors_of(episodes: Sequence[Episode]) -> list[str]:
     """Errors of the responses that could not be scored."""
-    return [each.error for each in judgements if each.error is not None]
+    return [each.scored.error for each in episodes if each.scored.error is not None]
 
 
-def unscored(judgements: Sequence[ResponseScore]) -> dict[str, float]:
+def unscored(episodes: Sequence[Episode]) -> dict[str, float]:
     """Number of responses that were not scored, by reason."""
-    found = [each.unscored for each in judgements]
+    found = [each.scored.unscored for each in episodes]
     return {reason: float(found.count(reason)) for reason in UNSCORED}

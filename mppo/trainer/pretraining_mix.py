@@ -19,12 +19,12 @@ from mppo.batch.batch import Batch, Sequences
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
+from mppo.batch.selection import concatenate_batches
 from mppo.data.loader import PromptLoader
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, map_outputs
 from mppo.models.role_spec import Objective
 from mppo.parallel.device import copied
 from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
-from mppo.trainer.selection import concatenate_batches
 
 METRIC = "actor/ptx_loss"
 
@@ -136,4 +136,4 @@ def text_batch(documents: Sequence[Prompt]) -> Batch:
         )
         for document in documents
     ]
-    return pack_episodes(episodes, [0.0] * len(episodes))
+    return pack_episodes(episodes)

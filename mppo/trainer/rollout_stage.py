@@ -10,60 +10,38 @@ import torch
 from torch import Tensor
 
 from mppo.batch.batch import Batch
-from mppo.batch.episode import Episode
+from mppo.batch.episode import Episode, with_scores
 from mppo.batch.prompt import Prompt
+from mppo.batch.selection import concatenate_batches, select_batch
+from mppo.batch.shares import pack_at_home, share_out
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.scores import UNSCORED, ResponseScore
+from mppo.rewards.scores import UNSCORED
 from mppo.rollout.engine import GenerationRequest, sampling_seed
+from mppo.supervision import stop_request
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.metrics import conversation_metrics, errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
-from mppo.trainer.selection import (
-    concatenate_batches,
-    first_groups,
-    informative_sequences,
-    select_batch,
-)
-from mppo.trainer.sharing.shares import pack_at_home, share_out
+from mppo.trainer.selection import first_groups, informative_sequences
 
 
 @dataclass(frozen=True)
-class UnscoredRollout:
-    """Responses to one batch of prompts, before they are scored.
+class Rollout:
+    """Scored responses to one or several batches of prompts.
 
     Args:
         episodes: ``rollout.n`` for each prompt.
-        keys: key of each response in ``early``.
-        early: scoring of responses that arrived while others were still being generated.
-        greedy: a greedy response to each prompt if the estimator needs its score, else empty.
-    """
-
-    episodes: list[Episode]
-    keys: list[int]
-    early: EarlyScores
-    greedy: list[Episode]
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """Responses with their scores.
-
-    Args:
-        episodes: the responses.
-        batch: the packed responses with their scores.
+        batch: the same, packed and shared out.
         baseline_B: score of a greedy response to each sequence's prompt; empty without one.
-        judged: the reward function's judgement of each response.
-        judged_greedy: judgements of the greedy responses.
+        greedy: these greedy responses.
     """
 
     episodes: list[Episode]
     batch: Batch
     baseline_B: Tensor
-    judged: list[ResponseScore]
-    judged_greedy: list[ResponseScore]
+    greedy: list[Episode]
 
 
 class DynamicSampling:
@@ -81,7 +59,7 @@ class DynamicSampling:
         self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
         self._n, self._has_agent = recipe.rollout.n, recipe.rollout.agent is not None
         self._batches_left = self._filter.max_num_gen_batches if self._filter.enable else 1
-        self._found: list[ScoredRollout] = []
+        self._found: list[Rollout] = []
         self._informative = 0
 
     @property
@@ -99,21 +77,21 @@ class DynamicSampling:
         """Whether fewer batches than allowed were enough."""
         return self._batches_left > 0
 
-    def add(self, scored: ScoredRollout) -> None:
-        """Add a scored batch."""
+    def add(self, rollout: Rollout) -> None:
+        """Add a batch."""
         self._batches_left -= 1
-        self._found.append(scored)
-        groups = informative_sequences(scored.batch.scores_B, scored.batch.group_B)
+        self._found.append(rollout)
+        groups = informative_sequences(rollout.batch.scores_B, rollout.batch.group_B)
         self._informative += len(groups) // self._n
 
-    def result(self) -> tuple[ScoredRollout, dict[str, float]]:
+    def result(self) -> tuple[Rollout, dict[str, float]]:
         """Return the data to train on and its metrics.
 
         The data is the one batch, or with ``filter_groups`` the groups whose scores differ.
         """
         everything = _joined(self._found)
         episodes = everything.episodes
-        metrics = reward_metrics(episodes, everything.judged, everything.judged_greedy)
+        metrics = reward_metrics(episodes, everything.greedy)
         if self._has_agent:
             metrics |= conversation_metrics(episodes)
         if not self._filter.enable:
@@ -121,12 +99,11 @@ class DynamicSampling:
         batch = everything.batch
         chosen = first_groups(batch.scores_B, batch.group_B, self._size)
         places = chosen.tolist()
-        kept = ScoredRollout(
+        kept = Rollout(
             [episodes[i] for i in places],
             select_batch(batch, chosen),
             everything.baseline_B[chosen] if len(everything.baseline_B) else everything.baseline_B,
-            [everything.judged[i] for i in places],
-            everything.judged_greedy,
+            everything.greedy,
         )
         return kept, metrics | {
             "train/num_gen_batches": float(len(self._found)),
@@ -134,56 +111,50 @@ class DynamicSampling:
         }
 
 
-def _joined(parts: Sequence[ScoredRollout]) -> ScoredRollout:
-    """Concatenate scored batches."""
-    return ScoredRollout(
+def _joined(parts: Sequence[Rollout]) -> Rollout:
+    """Concatenate batches."""
+    return Rollout(
         [episode for part in parts for episode in part.episodes],
         concatenate_batches([part.batch for part in parts]),
         torch.cat([part.baseline_B for part in parts]),
-        [judgement for part in parts for judgement in part.judged],
-        [judgement for part in parts for judgement in part.judged_greedy],
+        [episode for part in parts for episode in part.greedy],
     )
 
 
-def generate_batch(run: Run, step: int, last: bool) -> UnscoredRollout:
-    """Generate responses to the next batch of prompts.
+def roll_out(run: Run, step: int, last: bool) -> Rollout:
+    """Generate and score responses to the next batch of prompts. Collective.
 
     Args:
         run: the run.
         step: the PPO step.
         last: whether this is the step's last batch; the next step's rollout then starts.
     """
-    pending, run.ahead = run.ahead or submit(run, step), None
-    prompts, keys, episodes = collect(run, pending)
-    greedy: list[Episode] = []
-    if needs_greedy_baseline(run.recipe.algorithm):
-        greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
-    if last:
-        prefetch_next(run, step)
-    return UnscoredRollout(episodes, keys, pending.early, greedy)
+    with run.stage("gen", step):
+        pending, run.ahead = run.ahead or submit(run, step), None
+        prompts, keys, episodes = collect(run, pending)
+        greedy: list[Episode] = []
+        if needs_greedy_baseline(run.recipe.algorithm):
+            greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
+        if last:
+            prefetch_next(run, step)
+    with run.stage("reward", step):
+        episodes = with_scores(episodes, pending.early.finish(keys, episodes))
+        batch = pack_scored(run, episodes)
+        greedy = with_scores(greedy, run.scorer.score(greedy))
+        show_errors(run.reporter, step, episodes + greedy)
+        baseline_B = torch.tensor([each.scored.score for each in greedy])
+        baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
+        stop_request.sync()
+    return Rollout(episodes, batch, baseline_B, greedy)
 
 
-def score(run: Run, rollout: UnscoredRollout, step: int) -> ScoredRollout:
-    """Score responses. Collective."""
-    episodes = rollout.episodes
-    judged = rollout.early.finish(rollout.keys, episodes)
-    batch = pack_scored(run, episodes, judged)
-    judged_greedy = run.scorer.score(rollout.greedy)
-    show_errors(run.reporter, step, judged + judged_greedy)
-    baseline_B = torch.tensor([judgement.score for judgement in judged_greedy])
-    baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
-    return ScoredRollout(episodes, batch, baseline_B, judged, judged_greedy)
-
-
-def pack_scored(run: Run, episodes: list[Episode], judged: Sequence[ResponseScore]) -> Batch:
-    """Pack scored responses and share them out. Collective."""
+def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
+    """Pack scored episodes and share them out. Collective."""
     # as in TRL, a response of maximal length has no end slot
     end_slots_below = 0
     if run.recipe.algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
-    scores = [judgement.score for judgement in judged]
-    token_rewards = [judgement.token_rewards for judgement in judged]
-    packed = pack_at_home(episodes, scores, end_slots_below, token_rewards)
+    packed = pack_at_home(episodes, end_slots_below)
     return share_out(packed, run.roles.actor.config.num_moe_experts)
 
 
@@ -253,17 +224,17 @@ def generate(
     return run.engine.generate(GenerationRequest(prompts, sampling, limit, seed))
 
 
-def show_errors(reporter: Reporter, step: int, judgements: Sequence[ResponseScore]) -> None:
+def show_errors(reporter: Reporter, step: int, episodes: Sequence[Episode]) -> None:
     """Report how many responses could not be scored, with the first error, and how many score 0.
 
     One line for errors, and one for each reason in ``UNSCORED`` for which responses score 0.
     """
-    answers = [each for each in judgements if each.error is None]
+    answers = [each for each in episodes if each.scored.error is None]
     for reason, count in unscored(answers).items():
         if count:
-            text = f"{count:.0f} of {len(judgements)} responses {UNSCORED[reason]} and score 0"
+            text = f"{count:.0f} of {len(episodes)} responses {UNSCORED[reason]} and score 0"
             reporter.line(f"step {step}: {text}")
-    errors = errors_of(judgements)
+    errors = errors_of(episodes)
     if errors:
-        text = f"{len(errors)} of {len(judgements)} responses have no score and get reward.on_error"
+        text = f"{len(errors)} of {len(episodes)} responses have no score and get reward.on_error"
         reporter.line(f"step {step}: {text}; the first error: {errors[0]}")

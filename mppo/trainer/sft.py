@@ -107,7 +107,7 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
         )
         for uid, (prompt_ids, answer_ids) in enumerate(examples)
     ]
-    return pack_episodes(episodes, [0.0] * len(episodes))
+    return pack_episodes(episodes)
 
 
 def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:

@@ -12,16 +12,27 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, covariance_top
 from mppo.algos.masked import ALONE, Gather, sequence_sum
-from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
+from mppo.algos.packing import (
+    cumulative,
+    select_cu_seqlens,
+    select_sequences,
+    sequence_token_indices,
+)
 from mppo.algos.rollout_correction import sequence_geometric_mean
+from mppo.batch.batch import Sequences
 from mppo.batch.outputs import Experience
 from mppo.config.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
+from mppo.models.work_share import PassMoves
 from mppo.parallel.device import copied
+from mppo.parallel.exchange import exchange
+from mppo.parallel.layout import Layout
+from mppo.pipeline.microbatches import MicroBatchPlan
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class _MiniBatchTokens:
 
 
 GatherOf = Callable[[Sequence[int] | Tensor], tuple[Gather, Tensor]]
-"""See ``gathers.gather_of_mini_batch``, for one batch."""
+"""See ``batch.gathers.gather_of_mini_batch``, for one batch."""
 
 
 def _everything(indices: Sequence[int] | Tensor) -> tuple[Gather, Tensor]:
@@ -224,3 +235,35 @@ def value_targets(
         old_values_T=cut(old.values_T),
         returns_T=cut(experience.returns_T),
     )
+
+
+def fetch_targets(
+    targets: Targets,
+    sequences: Sequence[int],
+    batch: Sequences,
+    plan: MicroBatchPlan,
+    layout: Layout,
+) -> tuple[Targets, tuple[int, ...]]:
+    """Bring the targets of a mini-batch to the ranks that compute its loss. Collective.
+
+    Args:
+        targets: of the sequences held here.
+        sequences: these sequences, as indices of the batch, in the targets' order.
+        batch: the batch at home.
+        plan: the mini-batch's micro-batches.
+        layout: the role's layout.
+
+    Returns:
+        The targets of the sequences whose loss this rank computes, and these sequences.
+    """
+    if batch.is_replicated:
+        return targets, tuple(sequences)
+    places = PassMoves(layout, plan, batch)
+    moves, alike = places.outward(last_stage_only=True), places.alike(by_stage=True)
+    names = [f.name for f in fields(targets) if f.name.endswith("_T")]
+    tensors = [getattr(targets, name) for name in names]
+    lengths = batch.lengths_B.tolist()
+    got = exchange(moves, lengths, sequences, lambda _: tensors, alike=alike)
+    mine = moves.wanted[dist.get_rank()]
+    changes = dict(zip(names, got, strict=True))
+    return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)

@@ -87,7 +87,7 @@ def batch_of(sequences: int = 7, longest: int = 11) -> Batch:
             ((0, 1), (NO_WEIGHTS, len(response) - 2)) if uid == 4 and len(response) > 2 else ()
         )
         episodes.append(Episode.sampled(*known, "stop", 0, earlier))
-    return pack_episodes(episodes, [0.0] * sequences)
+    return pack_episodes(episodes)
 
 
 def engine_choices(tokens: int, layers: int, experts: int, chosen: int) -> torch.Tensor:
@@ -171,8 +171,8 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
+    from mppo.batch.shares import share_out
     from mppo.models.role_spec import MiniBatch
-    from mppo.trainer.sharing.shares import share_out
 
     batch = batch_of()
     role = build_role(case, folder, registry)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch.batch import Batch
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
@@ -57,7 +58,7 @@ def outputs_of(lengths: list[int], samples: int = 3) -> Outputs:
 
 def shared(outputs: Outputs) -> Outputs:
     """The part of this rank."""
-    from mppo.trainer.sharing.shares import share_out
+    from mppo.batch.shares import share_out
 
     batch = share_out(outputs.batch)
     where_T = sequence_token_indices(outputs.batch.cu_seqlens, batch.held_H)
@@ -104,11 +105,11 @@ def compare_estimates() -> None:
 
 
 def compare_targets(folder: Path) -> None:
+    from mppo.batch.gathers import gather_of_mini_batch
     from mppo.dumps.experience_files import read_experience
     from mppo.trainer.advantages import estimate
     from mppo.trainer.dump import write_shares
     from mppo.trainer.selection import resample_experience
-    from mppo.trainer.sharing.gathers import gather_of_mini_batch
     from mppo.trainer.targets import policy_targets, value_targets
 
     complete = outputs_of(LENGTHS)
@@ -177,9 +178,9 @@ def held_bytes() -> int:
 
 def move_from_one_rank() -> None:
     """Responses that all arrived on the last rank move to even homes, which then stay."""
+    from mppo.batch.selection import select_batch
+    from mppo.batch.shares import share_out
     from mppo.models.microbatch import select_held
-    from mppo.trainer.selection import select_batch
-    from mppo.trainer.sharing.shares import share_out
 
     batch, world, rank = outputs_of(LENGTHS).batch, dist.get_world_size(), dist.get_rank()
     kept = range(batch.num_sequences) if rank == world - 1 else ()
@@ -201,8 +202,8 @@ def move_from_one_rank() -> None:
 def pack_where_responses_arrived() -> None:
     """Every rank packs the responses that it received; the last one received none."""
     from mppo.batch.packing import pack_episodes
+    from mppo.batch.shares import pack_at_home
     from mppo.models.microbatch import select_held
-    from mppo.trainer.sharing.shares import pack_at_home
 
     world, rank = dist.get_world_size(), dist.get_rank()
     made = [
@@ -216,15 +217,16 @@ def pack_where_responses_arrived() -> None:
         )
         for i, n in enumerate(LENGTHS)
     ]
+    scores = torch.linspace(0, 1, len(made)).tolist()
+    made = with_scores(made, list(map(ResponseScore, scores)))
     homes = [i % (world - 1) for i in range(len(made))]
     episodes = [
         replace(each, home=home) if home == rank else each.elsewhere(home)
         for each, home in zip(made, homes, strict=True)
     ]
     held = [i for i, home in enumerate(homes) if home == rank]
-    scores = torch.linspace(0, 1, len(made)).tolist()
-    packed = pack_at_home(episodes, scores, end_slots_below=LIMIT)
-    complete = pack_episodes(made, scores, end_slots_below=LIMIT)
+    packed = pack_at_home(episodes, end_slots_below=LIMIT)
+    complete = pack_episodes(made, end_slots_below=LIMIT)
     assert packed.home_B.tolist() == homes
     expected = replace(select_held(complete, held), home_B=packed.home_B)
     for field in fields(packed):
@@ -236,19 +238,18 @@ def pack_where_responses_arrived() -> None:
     _, second, *others = episodes
     tokens = second.tokens and replace(second.tokens, experts=None)
     some = [replace(second, routed=None, tokens=tokens), *others]
-    without = pack_at_home(some, scores[1:])
+    without = pack_at_home(some)
     assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
 
 
 def fetch_what_a_rank_uses(layout: Layout) -> None:
     """A stage gets the expert choices of its own layers; hidden states and targets the last one."""
+    from mppo.batch.gathers import gather_of_mini_batch
     from mppo.models.role_spec import PassInputs
     from mppo.models.work_share import PassMoves, fetch_share
     from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
     from mppo.trainer.advantages import estimate
-    from mppo.trainer.sharing.gathers import gather_of_mini_batch
-    from mppo.trainer.sharing.shares import fetch_targets
-    from mppo.trainer.targets import value_targets
+    from mppo.trainer.targets import fetch_targets, value_targets
 
     complete, layers_of = outputs_of(LENGTHS), [[0, 2], [1]]
     tokens = len(complete.batch.tokens_T)

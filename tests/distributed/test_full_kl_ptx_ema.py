@@ -68,12 +68,12 @@ def kl_loss(batch):
 
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Compute the full KL to a reference of another family and layout, then train with ptx text."""
+    from mppo.batch.shares import share_out
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs
     from mppo.trainer.pretraining_mix import PretrainingMix
-    from mppo.trainer.sharing.shares import share_out
 
     world = dist.get_world_size()
     name = case.role.get("name", "")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import start_ranks
 from varied_scores import plain, random_scores
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
@@ -85,7 +85,7 @@ def _worker(rank: int, world: int, store: str, cache: str) -> None:
             early.take([3, 1], [everything[3], everything[1]])
         finished = early.finish(range(5), episodes)
         assert [judgement.score for judgement in finished] == [0.5, 1.5, 2.5, 3.5, 4.5]
-        lines = sample_lines(episodes, finished, scorer.tokenizer)
+        lines = sample_lines(with_scores(episodes, finished), scorer.tokenizer)
         written = [json.loads(line)["score"] for line in lines]
         assert written == ([] if rank else [0.5, 1.5, 2.5, 3.5, 4.5])
         late = [

@@ -250,12 +250,12 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
 
 def _begin(case: Update, kind: str, folder: Path, registry):
     """New roles, and what makes an experience of a batch by the roles as they are."""
+    from mppo.batch.shares import share_out
     from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles
-    from mppo.trainer.sharing.shares import share_out
 
     overrides = [*COMMON, f"model.path={folder / case.model}", *case.overrides]
     if case.beside is not None:

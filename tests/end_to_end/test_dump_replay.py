@@ -25,7 +25,7 @@ from mppo.report.html.plots import SPECS
 from mppo.report.status import Status, write_status
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
-from mppo.trainer.dump import dumped_scores, read_episodes, replay_folders
+from mppo.trainer.dump import read_episodes, replay_folders
 from mppo.trainer.metrics import batch_metrics, kl_metrics, reward_metrics
 
 STEPS = 2
@@ -73,8 +73,7 @@ def test_metrics_equal_a_recomputation_from_the_dump(dumped):
         kl = current_kl(outputs, recipe.algorithm)
         found = batch_metrics(raw, outputs, again, step, recipe)
         found |= kl_metrics(kl, header.kl_coef, recipe.actor)
-        episodes, rewards = read_episodes(folder, header)
-        found |= reward_metrics(episodes, dumped_scores(header, rewards), [])
+        found |= reward_metrics(read_episodes(folder, header), [])
         assert len(found) > 60
         expected = {name: logged[step][name] for name in found}
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -161,7 +160,7 @@ def test_the_report_shows_the_dumped_tokens(dumped):
 def test_a_dump_of_two_ranks_is_read_by_one(dumped):
     folder = dumped_steps(dumped)[2]
     header = read_header_of(folder)
-    episodes, _ = read_episodes(folder, header)
+    episodes = read_episodes(folder, header)
     stored = read_experience(folder, header.ranks).old.batch
     assert len(episodes) == len(header.rows) == stored.num_sequences
     tokens = [torch.cat([each.prompt.token_ids, each.here.ids]) for each in episodes]

@@ -154,7 +154,7 @@ def _run(rank: int, server: Server, folder: Path) -> None:
         ]
         sampling = SamplingConfig(temperature=TEMPERATURE, n=4)
         episodes = engine.generate(GenerationRequest(prompts, sampling, 24, seed=0))
-        batch = pack_episodes(episodes, [0.0] * len(episodes))
+        batch = pack_episodes(episodes)
         torch.save(
             {
                 "experts": batch.routed_experts_T,

@@ -192,7 +192,7 @@ def _gap(engine, role) -> tuple[float, int]:
     found = engine.generate(GenerationRequest(prompts(6), sampling, 8, seed=0))
     everywhere = [range(len(found))] * group_size()
     episodes = list(bring_episodes(found, everywhere).values())
-    batch = pack_episodes(episodes, [0.0] * len(episodes))
+    batch = pack_episodes(episodes)
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0
     gap = (role.forward(batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()

@@ -52,8 +52,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
                     Prompt(i, x[:5], "", "", ""), EpisodeTokens(x[5:], [0.0] * 12), "stop", 0
                 )
                 for i, x in enumerate(ids)
-            ],
-            [0.0] * 3,
+            ]
         )
         logprobs_T = role.forward(batch, role.plan(batch, training=False)).logprobs_T
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens
+from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens, with_scores
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 
 PROMPT = Prompt(4, (5, 6), "t", "", "")
 TOKENS = EpisodeTokens((7, 8, 9), (-0.5, -0.25, -2.0))
@@ -16,7 +17,9 @@ CUT = Episode.sampled(PROMPT, EpisodeTokens((9, 8, 7, 6), (-1.0,) * 4), "length"
 
 
 def test_packed_tokens_masks_log_probabilities_and_versions():
-    batch = pack_episodes([STOPPED, EMPTY, CUT], [1.0, 0.0, 0.5], end_slots_below=4)
+    scores = [ResponseScore(score) for score in (1.0, 0.0, 0.5)]
+    batch = pack_episodes(with_scores([STOPPED, EMPTY, CUT], scores), end_slots_below=4)
+    assert batch.scores_B.tolist() == [1.0, 0.0, 0.5]
     assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 9, 5, 5, 6, 9, 8, 7, 6]
     assert batch.cu_seqlens.tolist() == [0, 6, 7, 13]
     assert batch.response_mask_T.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
@@ -52,8 +55,8 @@ def test_tokens_of_an_environment_have_no_mask_and_no_weights():
     tokens = EpisodeTokens((7, 8, 1, 2, 9), (-0.5, -0.25, 0, 0, -2))
     talk = Episode.sampled(PROMPT, tokens, "stop", 3, parts)
     assert (talk.length, talk.inserted) == (5, 2)
-    rewards = {1: [0.0, 1.0, 0.5, 0.25, 2.0]}
-    batch = pack_episodes([STOPPED, talk], [1.0, 0.0], 9, rewards)
+    rewards = ResponseScore(0.0, token_rewards=[0.0, 1.0, 0.5, 0.25, 2.0])
+    batch = pack_episodes(with_scores([STOPPED, talk], [ResponseScore(1.0), rewards]), 9)
     assert batch.response_mask_T.tolist()[6:] == [0, 0, 1, 1, 0, 0, 1, 0]
     assert batch.end_mask_T.tolist()[6:] == [0] * 7 + [1]
     assert batch.weight_version_T.tolist()[6:] == [-1, -1, 3, 3, -1, -1, 3, -1]
@@ -66,6 +69,6 @@ def test_tokens_of_an_environment_have_no_mask_and_no_weights():
 
 
 def test_a_batch_without_token_rewards_stores_none():
-    batch = pack_episodes([STOPPED, CUT], [1.0, 0.5])
+    batch = pack_episodes([STOPPED, CUT])
     assert batch.token_rewards_T.shape == batch.response_mask_T.shape
     assert batch.token_rewards_T.untyped_storage().nbytes() == 4, "one number for all tokens"

@@ -215,7 +215,7 @@ def test_numbers_with_the_name_of_a_secret_stay_numbers(tmp_path):
 @pytest.mark.parametrize(("experts", "routed"), [((3, 2), (3, 2)), ((0, 0), None)])
 def test_every_row_of_a_dump_knows_the_shape_of_the_engines_choices(tmp_path, experts, routed):
     folder = write_dump(tmp_path, 1, experts=experts)
-    episodes, _ = read_episodes(folder, read_header_of(folder))
+    episodes = read_episodes(folder, read_header_of(folder))
     assert [each.routed and each.routed[1:] for each in episodes] == [routed] * 2
 
 

@@ -11,8 +11,11 @@ from itertools import count
 import pytest
 import torch
 
+from mppo.batch.episode import with_scores
 from mppo.batch.outputs import Outputs
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
+from mppo.batch.shares import pack_at_home, share_out
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.config.sections.rollout import SamplingConfig
@@ -23,7 +26,6 @@ from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_response import parse_responses
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
-from mppo.trainer.sharing.shares import pack_at_home, share_out
 from mppo.trainer.targets import policy_targets, value_targets
 
 SAMPLES, PROMPT, LONGEST = 4, 16, 8000
@@ -58,8 +60,9 @@ def micro_batches(text: bytes) -> list[object]:
     prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
     request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
     episodes = list(add_answers({}, answers, request, ROUTING, 1, None).values())
-    scores = [0.5 * i for i in range(SAMPLES)]
-    batch = share_out(pack_at_home(episodes, scores, LONGEST), num_experts=16)
+    scores = [ResponseScore(0.5 * i) for i in range(SAMPLES)]
+    packed = pack_at_home(with_scores(episodes, scores), LONGEST)
+    batch = share_out(packed, num_experts=16)
     logprobs_T = batch.rollout_logprobs_T
     outputs = Outputs(batch, logprobs_T, 0.9 * logprobs_T, 0.1 * logprobs_T)
     experience = estimate(outputs, AlgorithmConfig(use_kl_in_reward=True), 0.1)

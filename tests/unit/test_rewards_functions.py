@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.response import Response
 from mppo.rewards.result import RewardResult
-from mppo.rewards.scores import FailedScore, ResponseScore, read_scores
+from mppo.rewards.scores import FailedScore, read_scores
 
 VERL_ROW = {
     "ability": "math",

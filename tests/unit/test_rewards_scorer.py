@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
@@ -184,12 +184,12 @@ def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
     reward = RewardConfig(name="function", function=name, timeout_s=8.0, on_error=-1)
     scorer = build_scorer(reward, tokenizer)
     answers = [episode(tokenizer, "slow"), episode(tokenizer, "quick")]
-    scored = scorer.score(answers)
-    assert [judgement.score for judgement in scored] == [-1.0, 1.0]
+    scored = with_scores(answers, scorer.score(answers))
+    assert [each.scored.score for each in scored] == [-1.0, 1.0]
     none = {"reward/failures": 0.0, "reward/bad_verdicts": 0.0}
     found = {"reward/timeouts": 2.0, "reward/errors": 2.0}
-    assert reward_metrics(answers, scored, scored[:1]) == none | found
-    assert validation_metrics(answers, scored)["val/reward_timeouts"] == 1.0
+    assert reward_metrics(scored, scored[:1]) == none | found
+    assert validation_metrics(scored)["val/reward_timeouts"] == 1.0
 
 
 def test_every_score_is_finite(tokenizer):

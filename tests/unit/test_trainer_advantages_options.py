@@ -11,10 +11,10 @@ import torch
 from mppo.algos.masked import merged_moments, sequence_moments
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
+from mppo.batch.selection import select_outputs
 from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import explained_variance
-from mppo.trainer.selection import select_outputs
 
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
 HALF = 0.5**0.5

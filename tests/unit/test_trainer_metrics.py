@@ -6,10 +6,11 @@ import dataclasses
 
 import torch
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
@@ -23,7 +24,7 @@ def outputs_of(has_actor_logprobs: bool) -> Outputs:
     """Two responses whose log-probabilities are the engine's."""
     tokens = EpisodeTokens((3, 4, 5), (-0.5, -1.0, -0.1))
     episodes = [Episode.sampled(Prompt(i, (1, 2), "", "", ""), tokens, "stop", 0) for i in range(2)]
-    batch = pack_episodes(episodes, [1.0, 0.0])
+    batch = pack_episodes(with_scores(episodes, [ResponseScore(1.0), ResponseScore(0.0)]))
     logprobs_T = batch.rollout_logprobs_T
     values_T = torch.zeros_like(logprobs_T)
     return Outputs(batch, logprobs_T, logprobs_T, values_T, has_actor_logprobs)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from mini_batch_objectives import value_objective
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import CriticConfig
 from mppo.trainer.advantages import estimate
@@ -32,7 +33,8 @@ def outputs_of(seed: int) -> Outputs:
         for i, n in enumerate(LENGTHS)
         for reason in ["stop" if STOPPED[i] else "length"]
     ]
-    batch = pack_episodes(episodes, torch.randn(5, generator=random).tolist(), LIMIT)
+    scores = map(ResponseScore, torch.randn(5, generator=random).tolist())
+    batch = pack_episodes(with_scores(episodes, list(scores)), LIMIT)
     count = len(batch.tokens_T)
     logprobs_T, ref_T, values_T = torch.randn(3, count, generator=random)
     mask_T = batch.response_mask_T

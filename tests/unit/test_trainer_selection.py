@@ -6,19 +6,13 @@ import pytest
 import torch
 from random_outputs import outputs_of
 
+from mppo.batch.selection import concatenate_batches, select_batch, select_experience
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
 )
 from mppo.trainer.advantages import estimate
-from mppo.trainer.selection import (
-    concatenate_batches,
-    first_groups,
-    informative_sequences,
-    resample_experience,
-    select_batch,
-    select_experience,
-)
+from mppo.trainer.selection import first_groups, informative_sequences, resample_experience
 
 
 def test_pf_ppo_resamples_complete_sequences():

@@ -7,9 +7,11 @@ import torch
 
 from mppo.algos.masked import sequence_sum
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Outputs
 from mppo.batch.prompt import Prompt
+from mppo.batch.selection import concatenate_batches, select_batch
+from mppo.batch.shares import pack_at_home
 from mppo.config.sections.algorithm import AlgorithmConfig, ScoreNormalizationConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
@@ -17,8 +19,6 @@ from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ModelScore
 from mppo.trainer.advantages import estimate, normalize_scores
 from mppo.trainer.metrics import experience_metrics
-from mppo.trainer.selection import concatenate_batches, select_batch
-from mppo.trainer.sharing.shares import pack_at_home
 
 RESULTS = [
     {"score": 8.0, "token_rewards": [(0, 0.5), (2, -0.25)]},
@@ -48,8 +48,7 @@ def rollout(tokenizer, reward, **settings):
     ]
     scorer = Scorer(lambda some: RESULTS[: len(some)], tokenizer, reward, **settings)
     scores = scorer.score(episodes)
-    rewards = [each.token_rewards for each in scores]
-    return scores, pack_at_home(episodes, [each.score for each in scores], 0, rewards)
+    return scores, pack_at_home(with_scores(episodes, scores))
 
 
 def by_hand(outcomes, token_rewards, kl, values):

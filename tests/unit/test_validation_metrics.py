@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.extraction import extract_answer
 from mppo.rewards.result import read_result
 from mppo.rewards.scorer import build_scorer
-from mppo.rewards.scores import ResponseScore
 from mppo.trainer.validation.metrics import metrics_table, sample_metrics, validation_metrics
 from mppo.trainer.validation.stage import sample_lines, write_lines
 
@@ -36,7 +36,7 @@ def judged(*scores: float, answers: str = "", knows: bool = True) -> list[Respon
 def test_estimates_are_reported_by_source_and_the_last_k_is_the_core():
     episodes = [episode("a", uid) for uid in (0, 1) for _ in range(4)] + [episode("b/c", 2)] * 4
     scores = judged(1, 1, 0, 0, 0, 0, 0, 1, answers="xxyyyyyx")
-    found = sample_metrics(episodes, scores + judged(0.0, 1.0, 2.0, 3.0, knows=False))
+    found = sample_metrics(with_scores(episodes, scores + judged(0.0, 1.0, 2.0, 3.0, knows=False)))
     assert found == pytest.approx(
         {
             "val-core/a/reward/mean@4": 0.375,
@@ -50,12 +50,12 @@ def test_estimates_are_reported_by_source_and_the_last_k_is_the_core():
             "val-core/b/c/reward/best@4": 3.0,
         }
     )
-    assert sample_metrics([episode("a", 0), episode("a", 1)], judged(1, 0)) == {}
+    assert sample_metrics(with_scores([episode("a", 0), episode("a", 1)], judged(1, 0))) == {}
 
 
 def test_lengths_and_cut_responses_of_validation_are_reported():
     episodes = [episode("a", 0, "length", 7), episode("a", 1)]
-    found = validation_metrics(episodes, judged(1, 0))
+    found = validation_metrics(with_scores(episodes, judged(1, 0)))
     assert found["val/response_length/mean"] == 5
     assert found["val/response_length/clip_ratio"] == 0.5
 
@@ -124,7 +124,9 @@ def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score
     assert [each.score for each in scores] == [-0.25, -0.25, -0.5, -0.5]
     assert [each.right for each in scores] == [True, True, False, False]
     assert [each.answer for each in scores] == ["17", "17", "18", ""]
-    write_lines(tmp_path / "new" / "0.jsonl", sample_lines(episodes, scores, tokenizer))
+    write_lines(
+        tmp_path / "new" / "0.jsonl", sample_lines(with_scores(episodes, scores), tokenizer)
+    )
     lines = [json.loads(line) for line in (tmp_path / "new" / "0.jsonl").open()]
     assert lines[1] == {
         "data_source": "gsm8k", "index": 0, "sample": 1, "prompt": "12+5=",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,23 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.parallel.exchange import Moves, exchange, sum_over_ranks
+from mppo.batch.gathers import sequence_digests
+from mppo.parallel.exchange import Moves, exchange
 from mppo.pipeline.microbatches import MicroBatchPlan
-
-
-def sequence_digests(batch: Sequences) -> Tensor:
-    """A number for each sequence, equal for equal tokens: int64 ``[B]``.
-
-    Collective, unless every rank holds all sequences.
-    """
-    if batch.digest_B is not None:
-        return batch.digest_B
-    digest_B = torch.zeros(batch.num_sequences, dtype=torch.int64)
-    lengths = batch.cu_seqlens.diff().tolist()
-    for number, tokens in zip(batch.held_H.tolist(), batch.tokens_T.split(lengths)):
-        hashed = hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
-        digest_B[number] = int.from_bytes(hashed, "little", signed=True)
-    return digest_B if batch.is_replicated else sum_over_ranks(digest_B)
 
 
 @dataclass(frozen=True)

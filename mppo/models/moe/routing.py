@@ -22,11 +22,12 @@ from torch import Tensor
 
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch.batch import Sequences, unknown_expert
+from mppo.batch.gathers import sequence_digests
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.construction import routers
 from mppo.models.moe.micro_routing import MicroRouting
-from mppo.models.moe.record import RoutingRecord, record_of, sequence_digests
+from mppo.models.moe.record import RoutingRecord, record_of
 from mppo.models.moe.router import AuxiliaryLoss
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects

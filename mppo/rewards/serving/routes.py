@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mppo.batch.prompt import Prompt
+from mppo.batch.score import ResponseScore
 from mppo.rewards.remote.classifier import scored_tokens, text_tokens
 from mppo.rewards.response import Response, RewardFunction
 from mppo.rewards.result import ANSWER
-from mppo.rewards.scores import ResponseScore, read_scores
+from mppo.rewards.scores import read_scores
 from mppo.rewards.serving.json_server import Route
 from mppo.rewards.serving.sequence_classifier import SequenceClassifier
 from mppo.rewards.workers.pool import cores

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mppo.algos.masked import Gather
+from mppo.batch.gathers import gather_of_mini_batch
 from mppo.batch.outputs import Experience
+from mppo.batch.selection import Indices
 from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.optimizer import StepResult
@@ -26,10 +28,7 @@ from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.roles import Roles
-from mppo.trainer.selection import Indices
-from mppo.trainer.sharing.gathers import gather_of_mini_batch
-from mppo.trainer.sharing.shares import fetch_targets
-from mppo.trainer.targets import Targets, policy_targets, value_targets
+from mppo.trainer.targets import Targets, fetch_targets, policy_targets, value_targets
 from mppo.trainer.update.objectives import PolicyObjective, ValueObjective
 from mppo.trainer.update.role_update import RoleUpdate
 from mppo.trainer.update.streamed import StreamedUpdate, write_timeline

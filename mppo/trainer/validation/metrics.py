@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mppo.batch.episode import Episode
-from mppo.rewards.scores import ResponseScore
+from mppo.batch.score import ResponseScore
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
 from mppo.trainer.validation.estimators import (
     attempt_sizes,
@@ -18,29 +18,27 @@ Samples = Sequence[ResponseScore]
 """Judgements of the samples of one prompt, in the order of sampling."""
 
 
-def validation_metrics(
-    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
-) -> dict[str, float]:
+def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Scores and numbers of the validation responses by verl's names.
 
     ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
     ``val-aux``. ``val/reward`` is the mean over all responses. For several samples per prompt, see
     ``sample_metrics``.
     """
-    scores = mean_scores(episodes, judgements)
+    scores = mean_scores(episodes)
     metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
-    for (source, name), mean in mean_numbers(episodes, judgements).items():
+    for (source, name), mean in mean_numbers(episodes).items():
         kind = "val-core" if name == "acc" else "val-aux"
         metrics[f"{kind}/{source}/{name}/mean"] = mean
-    metrics |= sample_metrics(episodes, judgements)
-    everything = [judgement.score for judgement in judgements]
-    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(judgements).items()}
+    metrics |= sample_metrics(episodes)
+    everything = [each.scored.score for each in episodes]
+    metrics |= {f"val/reward_{reason}": count for reason, count in unscored(episodes).items()}
     lengths = [each.length - each.inserted for each in episodes]
     if any(each.inserted for each in episodes):
         metrics["val/turns/mean"] = _mean([each.turns for each in episodes])
     return metrics | {
         "val/reward": sum(everything) / len(everything),
-        "val/reward_errors": float(len(errors_of(judgements))),
+        "val/reward_errors": float(len(errors_of(episodes))),
         "val/response_length/mean": sum(lengths) / len(lengths),
         "val/response_length/clip_ratio": _mean(
             [each.finish_reason == "length" for each in episodes]
@@ -48,9 +46,7 @@ def validation_metrics(
     }
 
 
-def sample_metrics(
-    episodes: Sequence[Episode], judgements: Sequence[ResponseScore]
-) -> dict[str, float]:
+def sample_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """What several samples per prompt show, by data source; empty for one sample.
 
     With n samples: ``reward/mean@n``; ``acc/pass@k`` if the reward says which responses are right,
@@ -58,9 +54,9 @@ def sample_metrics(
     of two below n, and n. The values for n are under ``val-core``, the others under ``val-aux``.
     """
     prompts: dict[str, dict[int, list[ResponseScore]]] = {}
-    for episode, judgement in zip(episodes, judgements, strict=True):
+    for episode in episodes:
         of_source = prompts.setdefault(episode.prompt.data_source, {})
-        of_source.setdefault(episode.prompt.uid, []).append(judgement)
+        of_source.setdefault(episode.prompt.uid, []).append(episode.scored)
     metrics = {}
     for source, by_uid in prompts.items():
         groups = list(by_uid.values())

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch.episode import Episode
 from mppo.batch.moves import bring_ids_to_first
 from mppo.report.console import SampleRow
-from mppo.rewards.scores import ResponseScore
 
 if TYPE_CHECKING:
     from mppo.trainer.run import Run
@@ -31,14 +30,12 @@ def is_sample_step(step: int, total: int, tables: int | None) -> bool:
     return tables > 0 and (step - 1) % max(1, total // tables) == 0
 
 
-def show_samples(
-    run: Run, step: int, episodes: Sequence[Episode], judged: Sequence[ResponseScore]
-) -> None:
+def show_samples(run: Run, step: int, episodes: Sequence[Episode]) -> None:
     """Report a table of responses in the steps of ``is_sample_step``. Collective."""
     trainer = run.recipe.trainer
     if not is_sample_step(step, run.total_steps, trainer.num_sample_generations):
         return
-    chosen = chosen_samples([each.score for each in judged], trainer.sample_table_rows)
+    chosen = chosen_samples([each.scored.score for each in episodes], trainer.sample_table_rows)
     shown = [episodes[place] for place in chosen]
     texts = decoded(run.tokenizer, bring_ids_to_first(shown))
     if not run.reporter.is_main:
@@ -48,11 +45,11 @@ def show_samples(
             episode.prompt.text,
             text,
             episode.prompt.ground_truth,
-            judged[place].answer,
-            judged[place].score,
+            episode.scored.answer,
+            episode.scored.score,
             which,
         )
-        for (place, which), episode, text in zip(chosen.items(), shown, texts, strict=True)
+        for which, episode, text in zip(chosen.values(), shown, texts, strict=True)
     ]
     run.reporter.samples(step, rows)
 

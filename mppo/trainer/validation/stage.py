@@ -11,7 +11,6 @@ from mppo.batch.episode import Episode
 from mppo.batch.moves import bring_ids_to_first
 from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
-from mppo.rewards.scores import ResponseScore
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
 from mppo.safety.disk import replace_text
 from mppo.safety.foreign_text import json_line
@@ -47,29 +46,25 @@ def generate_validation(
 
 def sample_lines(
     episodes: Sequence[Episode],
-    judgements: Sequence[ResponseScore],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
     """One JSON object for each response, with prompt, answer and score. Collective.
 
     Args:
-        episodes: the responses.
-        judgements: of them.
+        episodes: the responses, scored.
         tokenizer: decodes them.
 
     Returns:
         The lines on the first rank; none elsewhere.
     """
     ids = bring_ids_to_first(episodes)
-    return list(_lines(episodes, judgements, decoded(tokenizer, ids))) if ids else []
+    return list(_lines(episodes, decoded(tokenizer, ids))) if ids else []
 
 
-def _lines(
-    episodes: Sequence[Episode], judgements: Sequence[ResponseScore], texts: Sequence[str]
-) -> Iterator[str]:
+def _lines(episodes: Sequence[Episode], texts: Sequence[str]) -> Iterator[str]:
     samples: dict[int, int] = {}
-    for episode, judgement, text in zip(episodes, judgements, texts, strict=True):
-        prompt = episode.prompt
+    for episode, text in zip(episodes, texts, strict=True):
+        prompt, score = episode.prompt, episode.scored
         samples[prompt.uid] = sample = samples.get(prompt.uid, -1) + 1
         values = {
             "data_source": prompt.data_source,
@@ -78,11 +73,11 @@ def _lines(
             "prompt": prompt.text,
             "response": text,
             "ground_truth": prompt.ground_truth,
-            "answer": judgement.answer,
-            "right": judgement.right,
-            "score": judgement.score,
-            "numbers": dict(judgement.numbers),
-            "error": judgement.error or judgement.unscored,
+            "answer": score.answer,
+            "right": score.right,
+            "score": score.score,
+            "numbers": dict(score.numbers),
+            "error": score.error or score.unscored,
             "length": episode.length,
             "finish_reason": episode.finish_reason,
         }

@@ -6,6 +6,7 @@ numbers per sequence, which all ranks gather.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -64,3 +65,18 @@ def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tenso
         name: part.reshape(len(part), *x_H.shape[1:])
         for (name, x_H), part in zip(table.items(), parts, strict=True)
     }
+
+
+def sequence_digests(batch: Sequences) -> Tensor:
+    """A number for each sequence, equal for equal tokens: int64 ``[B]``.
+
+    Collective, unless every rank holds all sequences.
+    """
+    if batch.digest_B is not None:
+        return batch.digest_B
+    digest_B = torch.zeros(batch.num_sequences, dtype=torch.int64)
+    lengths = batch.cu_seqlens.diff().tolist()
+    for number, tokens in zip(batch.held_H.tolist(), batch.tokens_T.split(lengths)):
+        hashed = hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).digest()
+        digest_B[number] = int.from_bytes(hashed, "little", signed=True)
+    return digest_B if batch.is_replicated else sum_over_ranks(digest_B)

@@ -1,7 +1,7 @@
 """How a batch is shared out over the ranks between passes.
 
 Every rank holds the tokens of the sequences whose home it is, and computes their rewards,
-advantages and targets (:mod:`mppo.trainer.sharing.gathers`: what depends on all sequences).
+advantages and targets (:mod:`mppo.batch.gathers`: what depends on all sequences).
 """
 
 from __future__ import annotations
@@ -14,40 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.packing import cumulative
-from mppo.batch.batch import Batch, Sequences, unknown_expert
+from mppo.batch.batch import Batch, unknown_expert
 from mppo.batch.episode import Episode
 from mppo.batch.packing import pack_episodes
-from mppo.models.work_share import PassMoves
 from mppo.parallel.collectives import group_size
 from mppo.parallel.exchange import Moves, exchange
-from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
-from mppo.pipeline.microbatches import MicroBatchPlan
-from mppo.trainer.targets import Targets
 
 _UNEVEN = 1.5
 """Tokens of the fullest home over the mean, from which sequences get other homes."""
 
 
-def pack_at_home(
-    episodes: Sequence[Episode],
-    scores: Sequence[float],
-    end_slots_below: int = 0,
-    token_rewards: Sequence[Sequence[float]] = (),
-) -> Batch:
+def pack_at_home(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch:
     """Pack episodes where their tokens are, see ``pack_episodes``.
 
     Args:
-        episodes: all B.
-        scores: B rewards.
+        episodes: all B, scored.
         end_slots_below: see ``pack_episodes``.
-        token_rewards: of each episode held, the rewards of its tokens, or nothing.
 
     Returns:
         The batch; each sequence's home is that of its episode.
     """
-    rewards = {number: found for number, found in enumerate(token_rewards) if found}
-    batch = pack_episodes(episodes, scores, end_slots_below, rewards)
+    batch = pack_episodes(episodes, end_slots_below)
     if group_size() == 1:
         return batch
     home_B = torch.tensor([each.home for each in episodes], dtype=torch.int32)
@@ -103,35 +91,3 @@ def narrow_choices(experts_T: Tensor) -> Tensor:
     narrow_T = experts_T.to(torch.uint8)
     narrow_T[experts_T < 0] = unknown_expert(torch.uint8)
     return narrow_T
-
-
-def fetch_targets(
-    targets: Targets,
-    sequences: Sequence[int],
-    batch: Sequences,
-    plan: MicroBatchPlan,
-    layout: Layout,
-) -> tuple[Targets, tuple[int, ...]]:
-    """Bring the targets of a mini-batch to the ranks that compute its loss. Collective.
-
-    Args:
-        targets: of the sequences held here.
-        sequences: these sequences, as indices of the batch, in the targets' order.
-        batch: the batch at home.
-        plan: the mini-batch's micro-batches.
-        layout: the role's layout.
-
-    Returns:
-        The targets of the sequences whose loss this rank computes, and these sequences.
-    """
-    if batch.is_replicated:
-        return targets, tuple(sequences)
-    places = PassMoves(layout, plan, batch)
-    moves, alike = places.outward(last_stage_only=True), places.alike(by_stage=True)
-    names = [f.name for f in fields(targets) if f.name.endswith("_T")]
-    tensors = [getattr(targets, name) for name in names]
-    lengths = batch.lengths_B.tolist()
-    got = exchange(moves, lengths, sequences, lambda _: tensors, alike=alike)
-    mine = moves.wanted[dist.get_rank()]
-    changes = dict(zip(names, got, strict=True))
-    return replace(targets, cu_seqlens=cumulative(batch.lengths_B[mine]), **changes), tuple(mine)
