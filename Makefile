@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
-# Three test files at a time, in the order of tests/ (the cluster first): tests of servers mostly wait.
-THREE_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+# Four test files at a time, the longest first (tests/conftest.py): tests of servers mostly wait.
+FOUR_AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
@@ -43,7 +43,7 @@ test: $(VENV)/.test slurm browser
 pytest: $(VENV)/.test
 	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
 	env -u MAKEFLAGS OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	  $(BIN)/python -m pytest tests $(THREE_AT_ONCE) --durations=15
+	  $(BIN)/python -m pytest tests $(FOUR_AT_ONCE) --durations=15
 
 # The types of optional packages are checked too.
 lint: $(VENV)/.test

@@ -34,14 +34,20 @@ def _environment_is_restored():
     os.environ.update(before)
 
 
-LONGEST = ("test_simulation_recipes", "test_schedules", "test_sglang_actor", "test_sglang_families")
-"""Files that take minutes. They run first: a long file at the end would run alone, while the other
-processes of ``pytest -n`` have nothing left to do."""
+LONGEST = (
+    "test_simulation_recipes", "test_slurm", "test_schedules", "test_faults", "test_benchmarks",
+    "test_sglang_actor", "test_pages", "test_sglang_families", "test_attacks",
+    "test_simulation_together",
+)  # fmt: skip
+"""Files that take minutes, in the order in which they begin, before all others: a long file at the
+end would run alone, while the other processes of ``pytest -n`` have nothing left to do. Those that
+compute alternate with those that wait for servers, launchers and time limits."""
 
 
 def pytest_collection_modifyitems(items):
     """The longest files come first; tests below tests/distributed carry the marker of that name."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)  # a stable sort
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))  # a stable sort
     for item in items:
         if "distributed" in Path(item.path).parts:
             item.add_marker(pytest.mark.distributed)

@@ -18,6 +18,19 @@ CPU_RECIPES = [path for path in RECIPES if path.stem.startswith(SMALL)]
 GPU_RECIPES = [path for path in RECIPES if not path.stem.startswith(SMALL)]
 LABELS = ("Reproduces", "Hardware", "Published", "Corrected", "Run")
 """What the header of a recipe for GPUs says, in this order; that of others only ``Run``."""
+ALIKE = {
+    "first:deepseek_llm_7b_gsm8k",
+    "first:deepseek_llm_7b_hh_rlhf",
+    "first:deepspeed_chat_step3",
+    "first:deepseek_v3_671b_gsm8k",
+    "first:pythia_160m_trl_minimal",
+    "first:qwen2.5_0.5b_gsm8k",
+    "first:qwen2_7b_gsm8k_math",
+    "first:qwen2_7b_rm",
+    "first:qwen2_7b_rm_seq_balance",
+    "last:qwen1.5_moe_a2.7b_gsm8k",
+}
+"""Stages whose modules of Transformer Engine and whose collectives are those of another one."""
 _LABEL = re.compile(rf"({'|'.join(LABELS)}): (.*)")
 
 

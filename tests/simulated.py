@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipe_list import ALIKE
 from simulated_resume import saved_and_loaded
 
 from mppo.config.checks import load_checked
@@ -306,7 +307,7 @@ def run(name: str) -> dict[str, Any]:
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
         result = isolated(simulate_rank, shallow(case))
         found = summary(shallow(case), result)
-        if not TE_FOLDER and kind != "stored":
+        if not TE_FOLDER and kind != "stored" and name not in ALIKE:
             found["verdicts"] = verdicts(case, at_full_depth(case, result))
         return found
     except SimulationError as error:

@@ -27,6 +27,8 @@ class Attack:
         within_s: time limit in seconds, without the start of the interpreter.
         prepare: makes the input's files.
         writes: patterns, relative to the folder, of files that may be new or changed afterwards.
+        by_user: what refuses the input, a limit of the kernel or a file's owner, treats root and
+            other users differently: root runs the row as both.
     """
 
     given: str
@@ -36,6 +38,7 @@ class Attack:
     within_s: float = 20.0
     prepare: Callable[[Path], None] = nothing
     writes: tuple[str, ...] = ()
+    by_user: bool = False
 
 
 @dataclass(frozen=True)

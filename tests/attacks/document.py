@@ -8,9 +8,10 @@ from attacks.tables import TABLES
 HEAD = """# Attacks that are tested
 
 Every row is an input that another person can give to a run, with its result. `make test` runs each
-row as root and as an ordinary user, and checks the exit code, the message, the time limit, and
-that nothing outside the row's folder is written or changed. This page is generated from the rows
-of the tests (`make attacks`).
+row, and checks the exit code, the message, the time limit, and that nothing outside the row's
+folder is written or changed. Root runs the rows whose result may depend on the user (programs,
+answers that are code, the system's folders, files of secrets) as an ordinary user too. This page is
+generated from the rows of the tests (`make attacks`).
 """
 
 COLUMNS = "| input | exit code | the message contains | ends within |\n|---|---|---|---|"

@@ -66,7 +66,7 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
 
 
 def _row(given: str, program: str, says: str = AS_BEFORE, tests: tuple[str, ...] = TESTS) -> Attack:
-    return Attack(given, run=_scored(program, tests, says), says=says, code=0)
+    return Attack(given, run=_scored(program, tests, says), says=says, code=0, by_user=True)
 
 
 def _forged(given: str, content: str, then: str = "os._exit(0)") -> Attack:

@@ -43,11 +43,15 @@ def _no_file(given: str, make: Callable[[Path], None], says: str) -> Attack:
     return Attack(given, prepare=instead("recipe.yaml", make), run=_dry_run, says=says)
 
 
-def _settings(given: str, says: str, *settings: str) -> Attack:
+def _settings(given: str, says: str, *settings: str, by_user: bool = False) -> Attack:
     def run(folder: Path) -> int:
         return train("--dry-run", *TINY, *settings)
 
-    return Attack(given, run=run, says=says)
+    return Attack(given, run=run, says=says, by_user=by_user)
+
+
+def _system_folder(given: str, folder: str, setting: str) -> Attack:
+    return _settings(given, f"system's folder {folder}", setting, by_user=True)
 
 
 def _bases(folder: Path) -> None:
@@ -122,11 +126,11 @@ TABLE = Table(
         _settings("a learning rate of NaN", "finite", "actor.optim.lr=.nan"),
         _settings("a negative batch", "train_batch_size", "data.train_batch_size=-8"),
         _settings("a path of 5000 characters", "File name too long", f"model.path={'x' * 5000}"),
-        _settings("/ as run folder", "system's folder /", "trainer.default_local_dir=/"),
-        _settings("/ as name of the run", "system's folder /", "trainer.experiment_name=/"),
-        _settings(
+        _system_folder("/ as run folder", "/", "trainer.default_local_dir=/"),
+        _system_folder("/ as name of the run", "/", "trainer.experiment_name=/"),
+        _system_folder(
             "a run folder in /etc, written with dots",
-            "system's folder /etc/runs",
+            "/etc/runs",
             "trainer.default_local_dir=/tmp/../etc/runs",
         ),
         Attack(
@@ -134,6 +138,7 @@ TABLE = Table(
             prepare=_linked_run_folder,
             run=lambda folder: train("--dry-run", *TINY, "trainer.experiment_name=mine"),
             says="system's folder /etc",
+            by_user=True,
         ),
         Attack(
             "a file as run folder",

@@ -317,6 +317,7 @@ TABLE = Table(
             kept_secret("0o600 0o700", _server_file, {}),
             "no secret found",
             code=0,
+            by_user=True,
         ),
     ),
 )

@@ -80,9 +80,11 @@ def _entry(family: str) -> tuple[str, dict]:
     return f"<answer>{example.answer}</answer>", example.extra
 
 
-def _row(given: str, verifier: str, response: str, honest: str, truth: str = "17") -> Attack:
+def _row(
+    given: str, verifier: str, response: str, honest: str, truth: str = "17", by_user: bool = False
+) -> Attack:
     run = _scored(verifier, response, honest, truth, SAYS)
-    return Attack(given, run=run, says=SAYS, code=0)
+    return Attack(given, run=run, says=SAYS, code=0, by_user=by_user)
 
 
 def _math(given: str, response: str) -> Attack:
@@ -90,8 +92,9 @@ def _math(given: str, response: str) -> Attack:
 
 
 def _gym(given: str, family: str, response: str) -> Attack:
-    response = f"<answer>{response}</answer>"
-    return _row(f"{given}, `reasoning_gym:{family}`", f"reasoning_gym:{family}", response, "")
+    """Code of the model, in a process that may not do what its user may."""
+    response, verifier = f"<answer>{response}</answer>", f"reasoning_gym:{family}"
+    return _row(f"{given}, `{verifier}`", verifier, response, "", by_user=True)
 
 
 def _final(given: str, response: str) -> Attack:

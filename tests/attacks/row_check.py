@@ -17,6 +17,9 @@ from attacks.tables import TABLES
 
 ROWS = [(name, row) for name, table in TABLES.items() for row in range(len(table.attacks))]
 every_row = pytest.mark.parametrize(("table", "row"), ROWS, ids=str)
+rows_by_user = pytest.mark.parametrize(
+    ("table", "row"), [(t, row) for t, row in ROWS if TABLES[t].attacks[row].by_user], ids=str
+)
 LARGE = 1 << 26
 """Files of more bytes are compared by size and time, not by content."""
 SLACK_S = 240.0

@@ -62,7 +62,8 @@ class Update:
     """Updates to compare.
 
     Args:
-        model: key of ``tiny_models.CONFIGS``.
+        model: key of ``tiny_models.CONFIGS``; a shallow one has a layer in each chunk, which is all
+            that a schedule needs.
         overrides: recipe keys besides ``COMMON``.
         kind: compared with "sequential".
         spoiled: a return is not finite in the second iteration, so that the critic skips a step.
@@ -99,27 +100,32 @@ SIZES = (
 BALANCED = both("megatron.moe_router_load_balancing_type=aux_loss")
 MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
-    "PP2": Update("qwen2", PP2),
-    "PP2, a fused schedule": Update("qwen2", PP2, kind="fused"),
-    "PP2, sequential by lists": Update("qwen2", PP2, kind="sequential", recorded="sequential"),
-    "PP2, recorded": Update("qwen2", PP2, recorded="flush_free"),
+    "PP2": Update("qwen2_shallow", PP2),
+    "PP2, a fused schedule": Update("qwen2_shallow", PP2, kind="fused"),
+    "PP2, sequential by lists": Update(
+        "qwen2_shallow", PP2, kind="sequential", recorded="sequential"
+    ),
+    "PP2, recorded": Update("qwen2_shallow", PP2, recorded="flush_free"),
     "PP4": Update("qwen2", both(f"{PP}=4")),
     "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
-    "PP2, a skipped step": Update("qwen2", PP2, spoiled=True),
+    "PP2, a skipped step": Update("qwen2_shallow", PP2, spoiled=True),
     "PP2, a step skipped together": Update(
-        "qwen2", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
+        "qwen2_shallow", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
     ),
-    "PP2, offloaded": Update("qwen2", PP2, offloaded=True),
-    "PP2, a skipped step, offloaded": Update("qwen2", PP2, spoiled=True, offloaded=True),
-    "PP1, bfloat16, offloaded": Update("qwen2", ("model.dtype=bfloat16",), offloaded=True),
+    "PP2, offloaded": Update("qwen2_shallow", PP2, offloaded=True),
+    "PP2, a skipped step, offloaded": Update("qwen2_shallow", PP2, spoiled=True, offloaded=True),
+    "PP1, bfloat16, offloaded": Update("qwen2_shallow", ("model.dtype=bfloat16",), offloaded=True),
     "PP1, no distributed optimizer, offloaded": Update(
-        "qwen2", (*both("megatron.use_distributed_optimizer=false"),), kind="fused", offloaded=True
+        "qwen2_shallow",
+        (*both("megatron.use_distributed_optimizer=false"),),
+        kind="fused",
+        offloaded=True,
     ),
     "MoE, EP2xPP2, bfloat16, offloaded": Update(
-        "qwen3_moe", (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16"), offloaded=True
+        "qwen3_moe_shallow", (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16"), offloaded=True
     ),
-    "PP1, actor TP2": Update("qwen2", (f"actor.{TP}=2",)),
-    "actor TP2xPP2, critic PP2": Update("qwen2", (*PP2, f"actor.{TP}=2")),
+    "PP1, actor TP2": Update("qwen2_shallow", (f"actor.{TP}=2",)),
+    "actor TP2xPP2, critic PP2": Update("qwen2_shallow", (*PP2, f"actor.{TP}=2")),
     "PP2, gradients and weights in the background, offloaded": Update(
         "qwen2",
         (
@@ -130,14 +136,14 @@ CASES = {
         offloaded=True,
     ),
     "PP2, no distributed optimizer": Update(
-        "qwen2", (*PP2, *both("megatron.use_distributed_optimizer=false"))
+        "qwen2_shallow", (*PP2, *both("megatron.use_distributed_optimizer=false"))
     ),
-    "CP2xPP2": Update("qwen2", (*PP2, *both(f"{CP}=2"))),
-    "tied embeddings, TP2xPP2": Update("qwen2_tied", (*PP2, *both(f"{TP}=2"))),
-    "micro-batches of other sizes": Update("qwen2", (*PP2, *SIZES)),
+    "CP2xPP2": Update("qwen2_shallow", (*PP2, *both(f"{CP}=2"))),
+    "tied embeddings, TP2xPP2": Update("qwen2_tied_shallow", (*PP2, *both(f"{TP}=2"))),
+    "micro-batches of other sizes": Update("qwen2_shallow", (*PP2, *SIZES)),
     "full recomputation": Update("qwen2", (*PP2, "actor.megatron.recompute_granularity=full")),
     "MoE, EP2xPP2": Update(
-        "qwen3_moe",
+        "qwen3_moe_shallow",
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
     "VPP2xPP2, a fused schedule": Update("qwen2", VPP2, kind="fused"),
@@ -149,9 +155,9 @@ CASES = {
         "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
     ),
     "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
-    "PP2, messages by their order": Update("qwen2_tied", PP2, messages="by order"),
+    "PP2, messages by their order": Update("qwen2_tied_shallow", PP2, messages="by order"),
     "PP2, waits for all messages, recorded": Update(
-        "qwen2", PP2, messages="after waits", recorded="waiting"
+        "qwen2_shallow", PP2, messages="after waits", recorded="waiting"
     ),
     "PP4, waits for all messages": Update("qwen2", both(f"{PP}=4"), messages="after waits"),
     "VPP2xPP2, messages by their order": Update("qwen2", VPP2, messages="by order"),

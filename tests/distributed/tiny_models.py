@@ -26,6 +26,14 @@ _NINE = {
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
+_SPARSE = {
+    **_GROUPED,
+    "head_dim": 12,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 _LATENT = {
     **_SIZE,
     "num_key_value_heads": 4,
@@ -52,6 +60,9 @@ CONFIGS = {
         **{**_GROUPED, "vocab_size": 4096, "tie_word_embeddings": True}
     ),
     "qwen2_shallow": lambda: hf.Qwen2Config(**{**_GROUPED, "num_hidden_layers": 2}),
+    "qwen2_tied_shallow": lambda: hf.Qwen2Config(
+        **{**_GROUPED, "tie_word_embeddings": True, "num_hidden_layers": 2}
+    ),
     "llama": lambda: hf.LlamaConfig(**_GROUPED),
     "llama_of_9_heads": lambda: hf.LlamaConfig(**_NINE),
     "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=12),
@@ -74,14 +85,8 @@ CONFIGS = {
         norm_topk_prob=False,
         mlp_only_layers=[1],
     ),
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
-        **_GROUPED,
-        head_dim=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        norm_topk_prob=True,
-    ),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**_SPARSE),
+    "qwen3_moe_shallow": lambda: hf.Qwen3MoeConfig(**{**_SPARSE, "num_hidden_layers": 2}),
     "mixtral": lambda: hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "moonlight": lambda: hf.DeepseekV3Config(**_LATENT),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_server import forked_server
 from ranks import start_ranks
 from recipe_run import run_recipe, smaller
 from sglang_case import START_S, needs_sglang
@@ -88,12 +89,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, forks_servers):
     from transformers import AutoConfig
 
     from mppo.rollout.sglang.server_options import (
         HOST,
-        own_server,
         server_environment,
         server_options,
     )
@@ -108,7 +108,7 @@ def server(tmp_path_factory):
     }
     config = AutoConfig.from_pretrained(model)
     options = server_options(str(model), "float32", 1, True, arguments, config)
-    process = own_server(
+    process = forked_server(
         0, options, server_environment(1, True, config.model_type), KEY, folder, START_S
     )
     process.start()

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import transformers
+from forked_server import forked_server
 from sglang_case import SIZES, START_S, needs_sglang
 
 from mppo.batch.prompt import Prompt
@@ -14,7 +15,7 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response
-from mppo.rollout.sglang.server_options import own_server, server_environment, server_options
+from mppo.rollout.sglang.server_options import server_environment, server_options
 
 pytestmark = [pytest.mark.server, needs_sglang]
 KEY = "a-key-of-this-test"
@@ -36,14 +37,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(folder):
+def url(folder, forks_servers):
     """The address of an SGLang server with that model."""
     options = server_options(
         str(folder), "float32", 1, True, {}, read_model_config(folder), with_weights=True
     )
     options |= {"is_embedding": True}
     environment = {**os.environ, **server_environment(1, True, "llama")}
-    server = own_server(0, options, environment, KEY, folder, START_S)
+    server = forked_server(0, options, environment, KEY, folder, START_S)
     server.start()
     try:
         server.wait_until_up()

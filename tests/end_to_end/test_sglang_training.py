@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_server import forked_server
 from recipe_run import run_recipe
 from safetensors.torch import load_file
 from sglang_case import START_S, needs_sglang
@@ -61,14 +62,13 @@ def test_training_with_a_colocated_server(colocated) -> None:
         assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
 
 
-def test_training_with_a_disaggregated_server(tmp_path, colocated) -> None:
+def test_training_with_a_disaggregated_server(tmp_path, colocated, forks_servers) -> None:
     from transformers import AutoConfig
 
     from mppo.hub.builtin import resolve_model
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
     from mppo.rollout.sglang.server_options import (
         HOST,
-        own_server,
         server_environment,
         server_options,
     )
@@ -77,7 +77,7 @@ def test_training_with_a_disaggregated_server(tmp_path, colocated) -> None:
     limits = {"max_total_tokens": 8192}
     config = AutoConfig.from_pretrained(folder)
     options = server_options(str(folder), "float32", 1, True, limits, config)
-    server = own_server(
+    server = forked_server(
         0, options, server_environment(1, True, config.model_type), "key", tmp_path, START_S
     )
     server.start()
