@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.extras import SIMULATION
 from mppo.config.rules.rule import RoleCase, has_interleaved_role, roles_in_use, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
+from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo, discover, launcher_patience_s, parents_command
 from mppo.safety.redact import redacted_output
-from mppo.simulation.model_config import ModelConfigs
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
 
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for remark in [*remarks, *configs.remarks] if info.rank == 0 else ():
             exit_report.say(remark)
         if arguments.dry_run:
+            if arguments.simulate and (issue := SIMULATION.issue("--simulate", True)):
+                raise ConfigError([issue])
             planned_world = world or world_size_of(recipe)
             code = _dry_run(recipe, planned_world, info, read_config, arguments)
             return (_simulate(arguments) or code) if arguments.simulate and info.rank == 0 else code
@@ -169,11 +172,8 @@ def _check_environment(info: LaunchInfo, interleaved: bool) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     """The first rank of every pipeline stage, executed without a GPU."""
-    from mppo.simulation.options import Options
-    from mppo.simulation.program import run_program
-
-    options = Options(arguments.world_size, all_stages=True, quick=True, gpu=arguments.gpu)
-    return run_program(arguments.config, arguments.overrides, options)
+    simulate = SIMULATION.load("--simulate", True)
+    return simulate(arguments.config, arguments.overrides, arguments.world_size, arguments.gpu)
 
 
 def _dry_run(
