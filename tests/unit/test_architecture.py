@@ -56,7 +56,8 @@ LAYERS = (
     {"planning", "rewards", "rollout", "checkpoint"},
     {"agents"},
     {"trainer"},
-    {"evaluate", "preflight", "replay", "serve", "train"},
+    {"evaluate", "plan", "preflight", "replay", "serve"},
+    {"train"},
     {"mppo_migrate", "mppo_reward_server", "mppo_sandbox", "mppo_simulate"},
 )
 """Rooms, modules directly under ``mppo``, and the packages of ``extras/``: each imports itself and
