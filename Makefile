@@ -12,6 +12,7 @@ FOUR_AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
+EXTRAS := extras/simulate extras/migrate extras/reward_server extras/sandbox
 
 .PHONY: help demo test pytest lint format docs schema attacks verl-flags recipes sglang-cpu slurm browser soak trl clean
 
@@ -41,9 +42,9 @@ test: $(VENV)/.test slurm browser
 
 # Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
 pytest: $(VENV)/.test
-	$(BIN)/python -m compileall -q mppo checkpoints_convert tests
+	$(BIN)/python -m compileall -q mppo checkpoints_convert extras tests
 	env -u MAKEFLAGS OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	  $(BIN)/python -m pytest tests $(FOUR_AT_ONCE) --durations=15
+	  $(BIN)/python -m pytest $(FOUR_AT_ONCE) --durations=15
 
 # The types of optional packages are checked too.
 lint: $(VENV)/.test
@@ -123,8 +124,9 @@ $(VENV)/.te: | $(VENV)/bin/python
 	$(PIP) --no-deps --upgrade --target $(VENV)/te $(TE_PYTHON)
 	@touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
-	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]"
+$(VENV)/.test: pyproject.toml $(EXTRAS:=/pyproject.toml) $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
+	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]" \
+	  $(addprefix -e ./,$(EXTRAS))
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.mppo

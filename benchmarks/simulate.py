@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import record
+from mppo_simulate.case import RankCase
+from mppo_simulate.gpu import te_stand_in
+from mppo_simulate.isolated import isolated
+from mppo_simulate.quick import quick_result
+from mppo_simulate.rank import RankResult, simulate_rank
+from mppo_simulate.run import import_simulated_code
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import GIB, find_gpu
 from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import GENERATION
-from mppo.simulation.case import RankCase
-from mppo.simulation.gpu import te_stand_in
-from mppo.simulation.isolated import isolated
-from mppo.simulation.model_config import ModelConfigs
-from mppo.simulation.quick import quick_result
-from mppo.simulation.rank import RankResult, simulate_rank
-from mppo.simulation.run import import_simulated_code
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SMALL = ("tiny_", "demo", "smollm2")

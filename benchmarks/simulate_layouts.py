@@ -24,19 +24,19 @@ from typing import Any
 
 import record
 import transformers
+from mppo_simulate.case import RankCase
+from mppo_simulate.isolated import SimulationError
+from mppo_simulate.quick import with_layers
+from mppo_simulate.run import import_simulated_code
+from mppo_simulate.together.choice import representative_ranks
+from mppo_simulate.together.findings import find
+from mppo_simulate.together.run import record_ranks, rules_of
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
-from mppo.simulation.case import RankCase
-from mppo.simulation.isolated import SimulationError
-from mppo.simulation.quick import with_layers
-from mppo.simulation.run import import_simulated_code
-from mppo.simulation.together.choice import representative_ranks
-from mppo.simulation.together.findings import find
-from mppo.simulation.together.run import record_ranks, rules_of
 
 BASE = Path(__file__).parents[1] / "recipes" / "qwen2_7b_seq_balance.yaml"
 LAYERS = 840

@@ -23,7 +23,7 @@ KINDS = ("communications:", "streams:", "waits:")
 
 def simulated(name: str, at_once: int) -> dict[str, Any]:
     """What ``mppo-simulate`` says of a recipe: its exit code, and a line per kind of finding."""
-    command = [sys.executable, "-W", "ignore", "-m", "mppo.simulate", f"recipes/{name}.yaml"]
+    command = [sys.executable, "-W", "ignore", "-m", "mppo_simulate", f"recipes/{name}.yaml"]
     options = ["--all", "--quick", "--steps", "1", "--at-once", str(at_once)]
     begin = time.monotonic()
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)

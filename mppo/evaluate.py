@@ -13,7 +13,6 @@ import json
 import math
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
 from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
-from mppo.parallel.launch import LaunchInfo, discover
+from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.process_group import process_group
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
@@ -51,7 +50,7 @@ from mppo.supervision.cleanup_deadline import CleanupDeadline
 from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.heartbeat import AlreadyReported, Heartbeat
 from mppo.supervision.phase import phase
-from mppo.supervision.rank_guard import RankGuard
+from mppo.supervision.rank_guard import RankGuard, start_guarded
 from mppo.trainer.failures import is_bad_input, report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
@@ -94,12 +93,8 @@ class Evaluation:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
     arguments = _parse(argv)
-    if not sys.warnoptions:
-        # about optional packages and deprecated calls: a user cannot act on them
-        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
     try:
-        info = discover()
-        guard = RankGuard(info)
+        info, guard = start_guarded()
         device.check()
     except ValueError as error:
         return exit_report.refuse_recipe(error)

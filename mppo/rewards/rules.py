@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from typing import Any
 
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.extras import CODE_VERIFIER
 from mppo.rewards import verifiers
 from mppo.rewards.extraction import extract_answer
+from mppo.rewards.programs import parse_tests
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.scores import FailedScore, Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
-from mppo.rewards.workers.sandbox import CodeVerifier, Sandbox, parse_tests
 from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask
 from mppo.supervision.phase import tick
@@ -29,6 +30,9 @@ reasoning_gym execute the response, which can then change the process."""
 
 RuleScore = float | Unscored | FailedScore
 
+ProgramVerifier = Callable[[str, str, Mapping[str, Any]], float | Unscored]
+"""As ``verifiers.Verifier``; a program that forges its result has no score."""
+
 
 @dataclass(frozen=True)
 class RuleReward:
@@ -37,7 +41,7 @@ class RuleReward:
     Args:
         verifier: name of a verifier; None selects it by data source.
         partial_credit: give part of a point for part of an answer; not every verifier can.
-        sandbox: limits for programs, as arguments of ``Sandbox``.
+        sandbox: limits for programs, as arguments of ``mppo_sandbox.sandbox.Sandbox``.
         timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
         memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
         programs: scores the responses of the verifier ``code`` elsewhere; None: in the sandbox of
@@ -146,16 +150,11 @@ class RuleReward:
                 raise ValueError(f"{describe(prompt)} cannot be verified: {why}")
 
     @cached_property
-    def _code(self) -> CodeVerifier:
+    def _code(self) -> ProgramVerifier:
         """The verifier of programs, created at first use because this tests the sandbox."""
-        known = Sandbox.__dataclass_fields__
-        for key in self.sandbox.keys() - known.keys():
-            where = f"reward.kwargs.sandbox.{key}"
-            fix = f"the limits are {', '.join(known)}"
-            raise ConfigError([ConfigIssue(where, self.sandbox[key], "no such limit", fix)])
-        sandbox = Sandbox(**self.sandbox)
-        sandbox.check()
-        return CodeVerifier(sandbox, self.partial_credit)
+        return CODE_VERIFIER.load("reward.verifier", verifiers.CODE)(
+            self.sandbox, self.partial_credit
+        )
 
     def _runs_elsewhere(self, name: str) -> bool:
         return name == verifiers.CODE and self.programs is not None
@@ -172,7 +171,7 @@ class RuleReward:
         tick()
         return score
 
-    def _find(self, name: str, key: str = "reward.verifier") -> verifiers.Verifier | CodeVerifier:
+    def _find(self, name: str, key: str = "reward.verifier") -> ProgramVerifier:
         if name == verifiers.CODE:
             return self._code
         plain = verifiers.PARTIAL if self.partial_credit else verifiers.VERIFIERS

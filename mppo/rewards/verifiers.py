@@ -118,7 +118,7 @@ PARTIAL: dict[str, Verifier] = {"exact": exact_partial}
 """The verifiers that can give partial credit."""
 
 CODE = "code"
-"""The verifier that runs programs, defined in ``mppo.rewards.workers.sandbox``."""
+"""The verifier that runs programs: ``extras/sandbox``, or a server (``RuleReward.programs``)."""
 
 BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"arithmetic|reverse|sort_digits|count_letters", "exact"),

@@ -18,10 +18,11 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from mppo.parallel.launch import PARENT, LaunchInfo, is_over_nodes
+from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision.awake_clock import AwakeClock
 
@@ -95,6 +96,22 @@ class RankGuard:
         if self._pipe is not None:
             with suppress(BrokenPipeError):  # the guard was killed: the launcher remains
                 os.write(self._pipe, f"{word}\n".encode())
+
+
+def start_guarded() -> tuple[LaunchInfo, RankGuard]:
+    """Begin a program that a launcher may have started on many ranks.
+
+    Returns:
+        This process's place, and its guard.
+
+    Raises:
+        ValueError: the launcher's variables are wrong.
+    """
+    if not sys.warnoptions:
+        # about optional packages and deprecated calls: a user cannot act on them
+        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
+    info = discover()
+    return info, RankGuard(info)
 
 
 def main(arguments: list[str]) -> int:

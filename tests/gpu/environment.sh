@@ -7,4 +7,4 @@ if [ -z "$python" ]; then
   [ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
 fi
 # the checks run mppo of this folder, with or without an installed one
-export PYTHONPATH=$root:$root/tests:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$root:$root/extras/simulate:$root/tests:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}

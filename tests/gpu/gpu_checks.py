@@ -128,7 +128,7 @@ def training_check(name: str, folder: Path) -> Check:
 def simulation_check(name: str, folder: Path) -> Check:
     """The same run, simulated; its peak is compared with the measured one."""
     command = (
-        sys.executable, "-m", "mppo.simulate", str(recipe_of(name)), "--quick",
+        sys.executable, "-m", "mppo_simulate", str(recipe_of(name)), "--quick",
         "--world-size", str(GPUS), *training_keys(name, folder),
     )  # fmt: skip
     judge = partial(judge_memory, name=name)

@@ -258,7 +258,7 @@ def responses(place: Place) -> Check:
 def simulated(place: Place, name: str) -> Check:
     """A measured step, simulated."""
     command = (
-        sys.executable, "-m", "mppo.simulate", str(MEASURED), "--world-size", "1",
+        sys.executable, "-m", "mppo_simulate", str(MEASURED), "--world-size", "1",
         *measured_keys(place.folder, name),
     )  # fmt: skip
     paths = {"PYTHONPATH": place.environment(1)["PYTHONPATH"]}

@@ -21,7 +21,7 @@ PATIENCE_S = 300
 """Seconds after which a command is killed."""
 IMPORTED = {
     "cpu": ("rank_imports", "mppo.evaluate", "checkpoints_convert.__main__", "pages.programs"),
-    "simulating": ("mppo.simulation.run", "pages.programs"),  # without stand-ins for the CPU
+    "simulating": ("mppo_simulate.run", "pages.programs"),  # without stand-ins for the CPU
 }
 TRACEBACK = 86
 """Exit code of a command that ended with an exception."""

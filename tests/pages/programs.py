@@ -24,9 +24,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BIN = Path(".venv/bin")
 """In a page's folder: the links to ``page_client``."""
-SCRIPTS = dict(
-    re.findall(r'^(mppo-[\w-]+) = "([\w.]+):main"$', (ROOT / "pyproject.toml").read_text(), re.M)
-)
+PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("extras/*/pyproject.toml"))]
+SCRIPTS = {
+    name: module
+    for project in PROJECTS
+    for name, module in re.findall(
+        r'^(mppo-[\w-]+) = "([\w.]+):main"$', project.read_text(), re.MULTILINE
+    )
+}
 """Modules of the installed programs."""
 LEFT_OUT = "..."
 SERVER_S = 300.0
@@ -172,7 +177,7 @@ def simulate(module: str, arguments: list[str], *_: int) -> int:
 
 def until_it_serves(module: str, arguments: list[str], *_: int) -> int:
     """A server until it prints its address; then Ctrl-C must end it with exit code 0."""
-    if module == "mppo.serve_reward":  # the page's port may be in use
+    if module.startswith("mppo_reward_server"):  # the page's port may be in use
         arguments = [*arguments, "--port", "0"]
     if "--serve" in arguments:
         arguments = [*arguments, "--port", "0"]
@@ -291,6 +296,8 @@ def pip(arguments: list[str]) -> int:
             for extra in extras[1].split(",") if extras else ():
                 if f"\n{extra} = [" not in project:
                     raise Wrong(f"pyproject.toml has no extra {extra}")
+            if name.startswith(".") and not (ROOT / name.partition("[")[0]).is_dir():
+                raise Wrong(f"there is no folder {name}")
             continue
         requirement = Requirement(name)
         if requirement.specifier and name not in pinning:
@@ -388,9 +395,9 @@ MODULES_OF_OTHERS: dict[str, Program] = {
     "pytest": pytest,
 }
 HOW: list[tuple[How, str]] = [
-    (simulate, r"mppo\.simulate .*|mppo\.train .*--simulate.*"),
+    (simulate, r"mppo_simulate\b.*|mppo\.train .*--simulate.*"),
     (train, r"mppo\.train\b.*"),
-    (until_it_serves, r"mppo\.serve_reward .*|mppo\.report\.html\.program .*--serve.*"),
+    (until_it_serves, r"mppo_reward_server\b.*|mppo\.report\.html\.program .*--serve.*"),
     (check_arguments, r"benchmarks\..*"),  # tests/end_to_end/test_benchmarks.py runs them
     (check_arguments, r"mppo\.serve\b.*"),  # tests/end_to_end/test_serve_actor.py
     (check_arguments, r"mppo\.replay\b.*"),  # tests/end_to_end/test_faults.py

@@ -15,10 +15,15 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
+import mppo
+from mppo.config import extras
 from mppo.config.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mppo"
+PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("extras/*/pyproject.toml"))]
+EXTRAS = sorted(path.parent for path in ROOT.glob("extras/*/mppo_*/__init__.py"))
+"""Packages beside ``mppo``, which a user installs if a recipe needs them."""
 FILE_LINES, FUNCTION_LINES, ROOM_FILES = 600, 70, 17
 
 PURE = frozenset(
@@ -53,16 +58,21 @@ LAYERS = (
     {"planning", "rewards", "rollout", "checkpoint"},
     {"agents"},
     {"trainer"},
-    {"simulation"},
-    {"evaluate", "migrate", "preflight", "replay", "serve", "serve_reward", "simulate", "train"},
+    {"evaluate", "plan", "preflight", "replay", "serve"},
+    {"train"},
+    {"mppo_migrate", "mppo_reward_server", "mppo_sandbox", "mppo_simulate"},
 )
-"""Rooms, and modules directly under ``mppo``: each imports itself and those of layers above it."""
+"""Rooms, modules directly under ``mppo``, and the packages of ``extras/``: each imports itself and
+those of layers above it."""
 
 FORBIDDEN_IN_PURE = ("torch.distributed", "torch.cuda", "megatron", "transformers", "sglang")
 DEVICE_WORDS = re.compile(r"['\"](cuda|nccl|gloo)\b|\btorch\.cuda\.|\.cuda\(")
 
 
-WAITING_ROOMS = {"checkpoint", "config", "data", "report", "rewards", "supervision", "trainer"}
+WAITING_ROOMS = {
+    "checkpoint", "config", "data", "report", "rewards", "supervision", "trainer", "mppo_migrate",
+    "mppo_reward_server", "mppo_sandbox",
+}  # fmt: skip
 """Rooms whose exchanges between ranks are control flags and objects."""
 
 TENSOR_COLLECTIVE = re.compile(r"\bdist\.(all_reduce|all_gather|broadcast|reduce|scatter)\(")
@@ -70,11 +80,12 @@ TENSOR_COLLECTIVE = re.compile(r"\bdist\.(all_reduce|all_gather|broadcast|reduce
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by dotted name."""
+    """Every module of the packages by dotted name."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for package in (PACKAGE, *EXTRAS):
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
@@ -93,12 +104,14 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def python_files() -> list[Path]:
-    folders = ("mppo", "checkpoints_convert", "tests", "benchmarks")
+    folders = ("mppo", "checkpoints_convert", "extras", "tests", "benchmarks")
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """Of a module of ``mppo``; the package of another module."""
+    package, *rest = module.split(".")
+    return package if package != "mppo" else rest[0] if rest else ""
 
 
 def layer_of(room: str) -> int:
@@ -106,7 +119,7 @@ def layer_of(room: str) -> int:
 
 
 def ours(path: Path) -> set[str]:
-    """Modules of the package that a file imports."""
+    """Modules of the packages that a file imports."""
     return {target for target in imports(path) if target in modules() and target != "mppo"}
 
 
@@ -130,6 +143,7 @@ def test_nothing_imports_upwards(room):
 
 def test_every_room_and_module_has_its_layer():
     found = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")}
+    found |= {path.name for path in EXTRAS}
     assert found - {"py.typed"} == set.union(*LAYERS)
 
 
@@ -161,8 +175,9 @@ def test_files_do_not_import_each_other_in_a_circle():
 
 def test_rooms_are_small():
     large = {
-        str(folder.relative_to(PACKAGE)): count
-        for folder in [PACKAGE, *(p.parent for p in PACKAGE.rglob("__init__.py"))]
+        str(folder.relative_to(ROOT)): count
+        for package in (PACKAGE, *EXTRAS)
+        for folder in (path.parent for path in package.rglob("__init__.py"))
         if (count := len(list(folder.glob("*.py"))) - 1) > ROOM_FILES
     }
     assert not large
@@ -177,7 +192,7 @@ def test_pure_modules_import_no_process_group_device_or_engine():
     wrong = [
         f"{module} imports {target}"
         for module, path in modules().items()
-        if module in PURE or room_of(module) in ("algos", "config")
+        if module in PURE or room_of(module) in ("algos", "config", "mppo_migrate")
         for target in imports(path)
         if any(target == f or target.startswith(f"{f}.") for f in FORBIDDEN_IN_PURE)
     ]
@@ -187,7 +202,7 @@ def test_pure_modules_import_no_process_group_device_or_engine():
 def test_devices_are_named_in_one_room():
     wrong = []
     for module, path in modules().items():
-        if room_of(module) in ("parallel", "cpu", "simulation"):
+        if room_of(module) in ("parallel", "cpu", "mppo_simulate"):
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if DEVICE_WORDS.search(line):
@@ -282,17 +297,48 @@ def test_the_sglang_cpu_extra_is_the_requirements_file():
 
 def test_pypi_apex_is_never_a_dependency():
     """The PyPI package of that name is another project, not NVIDIA Apex."""
-    text = (ROOT / "pyproject.toml").read_text() + (ROOT / "Makefile").read_text()
+    text = "".join(path.read_text() for path in (*PROJECTS, ROOT / "Makefile"))
     assert not re.search(r"[\"' ]apex[\"'=<>~ ]", text)
 
 
 def test_console_scripts_lead_to_functions():
-    text = (ROOT / "pyproject.toml").read_text()
-    scripts = re.findall(r'^mppo-\w+ = "([\w.]+):(\w+)"$', text, re.MULTILINE)
+    text = "".join(path.read_text() for path in PROJECTS)
+    scripts = re.findall(r'^mppo-[\w-]+ = "([\w.]+):(\w+)"$', text, re.MULTILINE)
     assert len(scripts) >= 3
     for module, function in scripts:
-        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert has_function(module, function), f"{module}:{function}"
+
+
+def has_function(module: str, function: str) -> bool:
+    path = modules().get(module, ROOT / f"{module.replace('.', '/')}.py")
+    tree = ast.parse(path.read_text())
+    return function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_functions_of_extras_are_found_by_the_names_that_mppo_knows():
+    known = {
+        (found.group, found.name, found.folder)
+        for found in vars(extras).values()
+        if isinstance(found, extras.ExtraFunction)
+    }
+    head = re.compile(r'^\[project\.entry-points\."(mppo\.\w+)"\]$', re.MULTILINE)
+    named = set()
+    for path in PROJECTS[1:]:
+        _, *parts = head.split(path.read_text())
+        for group, text in zip(parts[::2], parts[1::2]):
+            text = text.partition("\n[")[0]
+            for name, module, function in re.findall(r'^(\w+) = "([\w.]+):(\w+)"$', text, re.M):
+                assert has_function(module, function), f"{module}:{function}"
+                named.add((group, name, path.parent.name))
+    assert named == known
+
+
+@pytest.mark.parametrize("package", EXTRAS, ids=lambda path: path.name)
+def test_extras_have_the_version_of_mppo(package):
+    text = (package.parent / "pyproject.toml").read_text()
+    assert f'version = "{mppo.__version__}"\n' in text
+    assert f'dependencies = ["mppo=={mppo.__version__}"]\n' in text
+    assert f'include = ["{package.name}*"]\n' in text
 
 
 def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:

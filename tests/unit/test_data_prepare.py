@@ -10,8 +10,8 @@ import pytest
 
 from mppo.data.__main__ import main
 from mppo.data.rows import read_rows
+from mppo.rewards.programs import parse_tests
 from mppo.rewards.verifiers import verifier_for
-from mppo.rewards.workers.sandbox import parse_tests
 
 CHAT = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Why?\n\nAssistant:"
 PROGRAM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

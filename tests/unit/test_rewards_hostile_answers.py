@@ -7,10 +7,10 @@ from patient_judge import without_hurry
 
 from mppo.batch.prompt import Prompt
 from mppo.rewards import verifiers
+from mppo.rewards.programs import extract_program
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import Unscored
-from mppo.rewards.workers.sandbox import extract_program
 
 SIZE = 200_000
 REPEATED = [

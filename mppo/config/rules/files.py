@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mppo.config.data_set_name import is_data_set
 from mppo.config.errors import ConfigIssue
+from mppo.config.extras import CODE_VERIFIER
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import DataConfig
 from mppo.config.trackers import tracker_issues
@@ -52,6 +53,8 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
     for key, names in data_files(recipe.data).items():
         for name in names:
             issues += _path_issues(key, name, _data_file)
+    if recipe.reward.name == "rule" and recipe.reward.server_format is None:
+        issues += _code_verifier(recipe)
     if recipe.reward.name == "function":
         issues += _python_file("reward.function", recipe.reward.function)
     if recipe.rollout.agent is not None:
@@ -60,6 +63,16 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
         issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
     return issues
+
+
+def _code_verifier(recipe: Recipe) -> Iterator[ConfigIssue]:
+    """The verifier of programs is a package of its own."""
+    named = {"reward.verifier": recipe.reward.verifier}
+    named |= {f"data.sources.{i}.verifier": s.verifier for i, s in enumerate(recipe.data.sources)}
+    for key, verifier in named.items():
+        issue = CODE_VERIFIER.issue(key, verifier) if verifier == "code" else None
+        if issue is not None:
+            yield issue
 
 
 def _dumps(key: str, name: str) -> Iterator[ConfigIssue]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mppo.config.sections.remote import SandboxFusionOptions
+from mppo.rewards.programs import extract_program, parse_tests
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
-from mppo.rewards.workers.sandbox import extract_program, parse_tests
 from mppo.safety.foreign_text import quoted
 
 

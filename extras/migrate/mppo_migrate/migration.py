@@ -1,0 +1,266 @@
+"""From the text of a command to the settings of a recipe and the comments on all others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from mppo.config.checks import check_recipe
+from mppo.config.document import parse_yaml
+from mppo.config.load import PATH_KEYS, read_recipe
+from mppo.config.rules.files import is_hub_name
+from mppo.config.rules.rule import world_size_of
+from mppo.config.yaml_text import inline_yaml
+from mppo_migrate.row import Flags, Key, Operand, Setting, System, Without
+from mppo_migrate.shell import Command
+
+RANKS_PER_NODE = 8
+"""GPUs per node where a command does not say how many it uses."""
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+_NEGATIVE = re.compile(r"-[\d.]")
+_TOTAL, _PER_NODE = ("num_processes",), ("nproc_per_node", "num_gpus")
+_NODES = ("num_machines", "nnodes", "num_nodes")
+
+
+@dataclass
+class Migration:
+    """What becomes of a command.
+
+    Args:
+        program: the program of the command, for the recipe's first lines.
+        line: the line on which it starts.
+    """
+
+    program: str
+    line: int
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """The recipe, by key."""
+    without: list[str] = field(default_factory=list)
+    """A line per flag without a counterpart."""
+    unknown: list[str] = field(default_factory=list)
+    """A line per flag that no table has, or whose value is refused."""
+    reward_model: str | None = None
+    """The reward model of the command; None: it has none."""
+    checks: list[str] = field(default_factory=list)
+    """A line per thing that the user should check."""
+
+    def add(self, setting: Setting) -> None:
+        """Add a setting; one with the same key is replaced."""
+        self.settings.pop(setting.key, None)
+        values = setting.value if isinstance(setting.value, list) else [setting.value]
+        texts = [_VARIABLE.sub("", v) if setting.key in PATH_KEYS else v
+                 for v in values if isinstance(v, str)]  # fmt: skip
+        if any("$" in text or "`" in text for text in texts):
+            self.unknown.append(
+                f"{setting.named}: the script does not give its value; set {setting.key}"
+            )
+        else:
+            self.settings[setting.key] = setting
+
+    def add_missing(self, settings: Sequence[Setting]) -> None:
+        """Add settings whose key is absent."""
+        for setting in settings:
+            if setting.key not in self.settings:
+                self.add(setting)
+
+
+def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None) -> Migration:
+    """Migrate a command with ``--flags``.
+
+    Args:
+        system: the command's system.
+        commands: of the script; the one with most known flags is migrated.
+        ranks: processes of the command; None: what it says itself.
+
+    Raises:
+        ValueError: no command has a flag of the system.
+    """
+    split = [(command, *_program(system, command)) for command in commands]
+    command, launcher, words = max(
+        split, key=lambda part: len(part[2].keys() & system.rows.keys()), default=(None, {}, {})
+    )
+    if command is None or not words.keys() & system.rows.keys():
+        raise ValueError(
+            f"no flag of {system.title}'s PPO in it; give the command as you would start it"
+        )
+    first = next((word for word in command.words if _is_program(system, word)), command.words[0])
+    result = Migration(first, command.line)
+    values = {name: value for name, value in words.items() if name in system.rows}
+    flags = Flags(values, system.rows, 1)
+    nodes, per_node = _ranks(system, flags, launcher, command, ranks, result)
+    flags.ranks = nodes * per_node
+    _add_origin(result, system, flags, nodes, per_node)
+    for name, value in words.items():
+        _add_flag(result, system, name, value)
+    for setting in system.derive(flags):
+        result.add(setting)
+    result.unknown += [f"--{name} {values[name]}: {why}" for name, why in _unique(flags.problems)]
+    result.add_missing(system.extra)
+    result.reward_model = str(values.get(system.reward_model, "the reward model"))
+    return result
+
+
+def complete(result: Migration) -> None:
+    """Add what every recipe needs, and remove settings that a recipe cannot have.
+
+    Args:
+        result: the migration so far; changed.
+    """
+    scored = "reward.name" in result.settings or "reward_model.path" in result.settings
+    if result.reward_model and not scored:
+        why = (
+            f"serve {result.reward_model} at reward.url (docs/data_and_rewards.md has the request)"
+        )
+        result.add(Setting("reward.name", "remote", why))
+        result.add(Setting("reward.url", "http://127.0.0.1:8000/score"))
+    if "reward_model.path" in result.settings:
+        result.add_missing([Setting("data.answer_key", None, "a reward model needs no answers")])
+    if not result.settings.keys() & {"data.train_files", "data.task", "data.sources"}:
+        why = "the command does not name its data: write the prompts to this file"
+        result.add(Setting("data.train_files", ["train.jsonl"], why))
+    roles = ("model", "critic", "ref", "reward_model")
+    models = [result.settings.get(f"{role}.path") for role in roles]
+    if any(model is not None and is_hub_name(str(model.value)) for model in models):
+        why = "downloads models that are named as on the Hugging Face Hub"
+        result.add_missing([Setting("model.hub", True, why)])
+    sizes = [result.settings.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")]
+    divides = re.compile(r"actor\.megatron\.(tensor|pipeline)_model")
+    if any(size and size.value != 1 for size in sizes) and not any(
+        divides.match(key) for key in result.settings
+    ):
+        result.checks.append(
+            "actor.megatron, critic.megatron: tensor and pipeline parallelism divide the weights "
+            "over ranks, not FSDP or DeepSpeed. Without them each rank holds all weights; "
+            "--dry-run shows whether they fit"
+        )
+    _remove_refused(result)
+
+
+def _remove_refused(result: Migration) -> None:
+    """Make comments of the settings that mppo refuses."""
+    while True:
+        overrides = [f"{s.key}={inline_yaml(s.value)}" for s in result.settings.values()]
+        recipe, issues = read_recipe(None, overrides)
+        refused = [
+            (key, issue)
+            for issue in issues
+            for key in result.settings
+            if f"{key}.".startswith(f"{issue.key}.") or f"{issue.key}.".startswith(f"{key}.")
+        ]
+        for key, issue in refused:
+            if setting := result.settings.pop(key, None):
+                result.unknown.append(f"{setting.named}: {issue.why}; {issue.fix}")
+        if not refused:
+            break
+    if recipe is not None:
+        issues = [*issues, *check_recipe(recipe, world_size_of(recipe), {})]
+    result.checks += [f"mppo refuses {i.key} = {i.value}: {i.why}; {i.fix}" for i in issues]
+
+
+def _is_program(system: System, word: str) -> bool:
+    return any(re.fullmatch(pattern, word) for pattern in system.programs)
+
+
+def _program(system: System, command: Command) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags of a command's launcher, and those of the program."""
+    words = command.words
+    at = next((i for i, word in enumerate(words) if _is_program(system, word)), 0)
+    return _flags(words[:at]), _flags(words[at:])
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """Flags and their values: a list for several, True for none; later ones win."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in (word.strip() for word in words):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [value] if equals else []
+        elif word.startswith("-") and not _NEGATIVE.match(word):
+            name = ""  # an option of a launcher, such as -m
+        elif name:
+            found[name].append(word)
+    return {name: _value(values) for name, values in found.items()}
+
+
+def _value(words: Sequence[str]) -> Any:
+    values = [_scalar(word) for word in words]
+    if len(values) > 1:
+        return values
+    return values[0] if values else True
+
+
+def _scalar(word: str) -> Any:
+    """A flag's value: a number, true, false or text."""
+    try:
+        value = parse_yaml(word)
+    except yaml.YAMLError:
+        return word
+    return value if isinstance(value, bool | int | float) else word
+
+
+def _ranks(
+    system: System,
+    flags: Flags,
+    launcher: Mapping[str, Any],
+    command: Command,
+    ranks: int | None,
+    result: Migration,
+) -> tuple[int, int]:
+    """Nodes of a command, and ranks of each."""
+    nodes = _count(launcher, _NODES) or 1
+    per_node = _count(launcher, _PER_NODE)
+    total = ranks or _count(launcher, _TOTAL) or (per_node or 0) * nodes
+    if not total and system.ranks:
+        total = system.ranks(flags)
+    if not total and command.words[0].startswith("python"):
+        total = 1
+    if not total:
+        total = RANKS_PER_NODE * nodes
+        result.checks.append(
+            f"trainer.n_gpus_per_node: the command does not say how many GPUs it uses; {total} are "
+            "assumed, and the batch is computed from them. mppo-migrate --ranks N sets the number"
+        )
+    nodes = nodes if total % nodes == 0 else 1
+    if nodes == 1 and total > RANKS_PER_NODE and total % RANKS_PER_NODE == 0:
+        nodes = total // RANKS_PER_NODE
+    return nodes, total // nodes
+
+
+def _count(flags: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    values = [flags[name] for name in names if type(flags.get(name)) is int and flags[name] > 0]
+    return values[0] if values else None
+
+
+def _add_origin(result: Migration, system: System, flags: Flags, nodes: int, each: int) -> None:
+    result.add(Setting("algorithm.preset", system.preset, f"{system.title}'s defaults"))
+    result.add(Setting("trainer.nnodes", nodes))
+    result.add(Setting("trainer.n_gpus_per_node", each))
+
+
+def _add_flag(result: Migration, system: System, name: str, value: Any) -> None:
+    """What a flag becomes by itself."""
+    shown = f"--{name}" if value is True else f"--{name} {_shown(value)}"
+    row = system.rows.get(name)
+    if row is None:
+        result.unknown.append(f"{shown}: {system.title}'s PPO has no such flag in mppo's table")
+    elif isinstance(row, Without):
+        result.without.append(f"{shown}: {row.why}")
+    elif isinstance(row, Key):
+        for key in row.names:
+            result.add(Setting(key, row.convert(value), f"--{name}", shown))
+    else:
+        assert isinstance(row, Operand), row
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _unique(problems: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    yield from dict.fromkeys(problems)

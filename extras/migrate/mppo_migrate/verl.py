@@ -1,0 +1,119 @@
+"""verl's ``main_ppo``: the table of ``mppo.config.verl`` applied to a command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mppo.config.document import apply_overrides
+from mppo.config.load import recipe_keys
+from mppo.config.verl.keys import VerlTranslation, row_of
+from mppo.config.verl.names import canonical_key
+from mppo.config.verl.row import Refused
+from mppo_migrate.migration import Migration
+from mppo_migrate.row import Setting
+from mppo_migrate.shell import Command
+
+_SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/]+)*)=(.*)", re.DOTALL)
+_PROGRAM = re.compile(r"verl\.trainer\.main_ppo|(.*/)?main_ppo\.py|(.*/)?run_\S*\.sh")
+_EXTRA = (
+    Setting("rollout.name", "sglang", "verl's default, vLLM, is not supported"),
+    Setting("data.answer_key", "reward_model.ground_truth", "the column of verl's parquet files"),
+)
+
+
+def migrate_settings(commands: Sequence[Command]) -> Migration:
+    """Migrate verl's command, with its settings ``key=value``.
+
+    Args:
+        commands: of the script; the one with most known settings is migrated, and others that start
+            a script add theirs.
+
+    Raises:
+        ValueError: no command has a setting of verl.
+    """
+    known = [(command, sum(_is_known(word) for word in command.words)) for command in commands]
+    chosen, count = max(known, key=lambda pair: pair[1], default=(None, 0))
+    if chosen is None or not count:
+        raise ValueError("no setting of verl's in it; give the command as you would start it")
+    program = next((word for word in chosen.words if _PROGRAM.fullmatch(word)), "main_ppo")
+    result = Migration(program, chosen.line)
+    result.add(Setting("algorithm.preset", "verl", "verl's defaults"))
+    overrides = []
+    for command, settings in known:
+        if command is chosen or (settings and _starts_script(command)):
+            overrides += list(_settings(command, result))
+    _translate(overrides, result)
+    result.add_missing([*_EXTRA, *_stages_of_actor(result)])
+    return result
+
+
+def _is_known(word: str) -> bool:
+    match = _SETTING.fullmatch(word.strip())
+    if match is None or "." not in match[1]:
+        return False
+    key = canonical_key(match[1])
+    sections = {k.split(".")[0] for k in recipe_keys()}
+    return key.split(".")[0] in sections or row_of(key.split("."), match[2]) is not None
+
+
+def _starts_script(command: Command) -> bool:
+    return any(_PROGRAM.fullmatch(word) for word in command.words[:3])
+
+
+def _settings(command: Command, result: Migration) -> Iterator[str]:
+    """The settings of a command; its flags become comments."""
+    words = [word.strip() for word in command.words]
+    at = next((i for i, word in enumerate(words) if _PROGRAM.fullmatch(word)), -1)
+    for word in words[at + 1 :]:
+        if word.startswith("~"):
+            result.without.append(f"{word}: a recipe has no key that must be removed")
+        elif word.startswith(("--config-path", "--config-name")):
+            result.without.append(f"{word}: algorithm.preset has the defaults of verl's files")
+        elif _SETTING.fullmatch(word):
+            yield word
+        elif word.startswith("-"):
+            result.unknown.append(f"{word}: not a setting key=value")
+
+
+def _translate(overrides: Sequence[str], result: Migration) -> None:
+    """Add what the settings become."""
+    document, issues = apply_overrides({}, overrides)
+    translation = VerlTranslation(document)
+    written = {
+        canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)
+    }
+    for issue in issues:
+        result.unknown.append(f"{issue.key}={issue.value}: {issue.why}; {issue.fix}")
+    for action, keys in translation.removed.items():
+        for key, value in keys:
+            why = f"{action.why}; {action.fix}" if isinstance(action, Refused) else action.why
+            result.without.append(f"{written.get(key, key)}={value}: {why}")
+    for key, value in _leaves(translation.document):
+        origin = translation.origins.get(key) or written.get(key, "")
+        same = origin.removeprefix("actor_rollout_ref.") == key
+        name = written.get(origin, origin) or key
+        result.add(Setting(key, value, "" if same else name, f"{name}={value}"))
+
+
+def _stages_of_actor(result: Migration) -> Iterator[Setting]:
+    """The actor's uneven pipeline stages for the critic and the reference: verl builds them with
+    the actor's layout, so its scripts do not repeat them."""
+    stages = {role: f"{role}.megatron" for role in ("actor", "critic", "ref")}
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        own = result.settings.get(f"{stages['actor']}.{name}")
+        for role in ("critic", "ref"):
+            size = result.settings.get(f"{stages[role]}.pipeline_model_parallel_size")
+            actors = result.settings.get(f"{stages['actor']}.pipeline_model_parallel_size")
+            if own and size and actors and size.value == actors.value:
+                yield Setting(f"{stages[role]}.{name}", own.value, "the actor's, as in verl")
+
+
+def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every entry that is not a section."""
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

@@ -1,0 +1,89 @@
+"""What a run needs, without starting it: layouts, memory by phase, and whether it fits.
+
+``python mppo/plan.py --config recipe.yaml [section.key=value ...]``, or ``mppo-train --dry-run``.
+It needs no GPU and no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mppo.config.errors import ConfigError
+from mppo.config.extras import SIMULATION
+from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.hub.model_config import ModelConfigs
+from mppo.parallel.environment import set_for_training
+from mppo.parallel.launch import LaunchInfo
+from mppo.safety.redact import redacted_output
+from mppo.supervision import exit_report
+from mppo.supervision.rank_guard import start_guarded
+from mppo.trainer.start.checked_recipe import checked_recipe
+
+
+@redacted_output()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan; exit code 0, 2 for an invalid recipe or input, 3 if the run does not fit."""
+    parser = argparse.ArgumentParser(prog="mppo-plan", description=__doc__)
+    parser.add_argument("--config", type=Path, help="recipe (YAML)")
+    add_plan_options(parser)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return plan(parser.parse_intermixed_args(argv))
+
+
+def add_plan_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of a plan to a parser."""
+    ranks = "number of ranks; default: nodes x GPUs of the recipe, or the fewest"
+    parser.add_argument("--world-size", type=int, help=ranks)
+    simulated = "after the plan, run every pipeline stage on a simulated GPU (docs/simulation.md)"
+    parser.add_argument("--simulate", action="store_true", help=simulated)
+    parser.add_argument("--gpu", help="the GPU's name, or its memory in GiB")
+    picture = "draw who is where in which phase (an image file, such as a.svg)"
+    parser.add_argument("--picture", type=Path, help=picture)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Check a recipe and print its plan on the first rank.
+
+    Args:
+        arguments: ``config``, ``overrides`` and those of ``add_plan_options``.
+
+    Returns:
+        The exit code of the plan, or of the simulation that follows it if that is not 0.
+    """
+    set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
+    try:
+        info, _ = start_guarded()
+    except ValueError as error:
+        return exit_report.refuse_recipe(error)
+    try:
+        return _plan(arguments, info)
+    except ValueError as error:
+        return exit_report.refuse_recipe(error, info.rank)
+
+
+def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
+    configs = ModelConfigs(arguments.config)
+    world = arguments.world_size or (info.world_size if info.world_size > 1 else None)
+    recipe = checked_recipe(arguments.config, arguments.overrides, info, world, configs)
+    missing = SIMULATION.issue("--simulate", True) if arguments.simulate else None
+    if missing is not None:
+        raise ConfigError([missing])
+    if info.rank:
+        return 0
+    from mppo.planning.describe import dry_run
+
+    found = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    code = dry_run(recipe, world or world_size_of(recipe), found, arguments.gpu, arguments.picture)
+    if arguments.simulate:
+        simulate = SIMULATION.load("--simulate", True)
+        options = (arguments.world_size, arguments.gpu)
+        return simulate(arguments.config, arguments.overrides, *options) or code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

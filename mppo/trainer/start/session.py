@@ -1,0 +1,99 @@
+"""A training run from its process group to its exported model."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mppo.checkpoint.lock import run_folder_lock
+from mppo.config.schema import Recipe
+from mppo.parallel import device
+from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
+from mppo.parallel.process_group import process_group
+from mppo.report.opening import opening_lines
+from mppo.safety.private import private_files
+from mppo.safety.temporary import remove_leftovers
+from mppo.supervision import exit_report, stop_request
+from mppo.supervision.cleanup_deadline import CleanupDeadline
+from mppo.supervision.heartbeat import Heartbeat
+from mppo.supervision.phase import phase
+from mppo.supervision.rank_guard import RankGuard
+from mppo.supervision.signals import listening
+from mppo.supervision.stop_request import StepInterrupted
+from mppo.trainer.failures import report_failure
+
+if TYPE_CHECKING:
+    from mppo.trainer.run import Run
+
+
+def train_and_export(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
+    """Train and export, inside a process group that is destroyed on every exit. Collective.
+
+    Args:
+        recipe: a recipe that has been checked for a run here.
+        info: this process's place.
+        guard: of this process.
+
+    Returns:
+        The exit code.
+    """
+    device.prepare_megatron()  # before modules import Megatron
+    from mppo.trainer.loop import train
+    from mppo.trainer.run_setup import build_run
+
+    trainer = recipe.trainer
+    silence_s = trainer.heartbeat_timeout_s
+    hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
+    stacks = trainer.run_dir / "stacks"
+    on_failure = partial(report_failure, info=info, recipe=recipe)
+    patience = launcher_patience_s(info, os.environ, parents_command())
+    if info.local_rank == 0:
+        remove_leftovers()
+    with (
+        private_files(trainer.run_dir),
+        listening(trainer.stop_within_s, patience) as stop,
+        CleanupDeadline() as deadline,
+    ):
+        guard.watch_other_nodes()
+        stop_request.on_request(stop.exit_at_once)  # a rank that never comes would be waited for
+        with (
+            process_group(info, trainer.collective_timeout_s),
+            Heartbeat(info, silence_s, hang_s, stacks, deadline, on_failure).running() as heartbeat,
+            run_folder_lock(trainer.run_dir, exit_report.say),
+        ):
+            stop_request.on_request(None)
+            guard.met()
+            if info.rank == 0 and "console" in trainer.logger:
+                print("\n".join(opening_lines(recipe, info)), flush=True)
+            try:
+                run = build_run(recipe, info, stop)
+            except StepInterrupted:
+                if info.rank == 0:
+                    exit_report.say("stopped before the first step: nothing to save")
+                return 0
+            if run is None:
+                return 0
+            try:
+                with heartbeat.report_failures():  # at once: run.stop() may take long
+                    train(run)
+                    _export(run)
+            finally:
+                run.stop()
+    return 0
+
+
+def _export(run: Run) -> None:
+    """Export the actor as a Hugging Face folder, if all steps are done."""
+    from mppo.trainer.run import exporting
+    from mppo.trainer.run_folder import ACTOR, AVERAGE
+
+    if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
+        with phase("export"), exporting(run.engine, run.roles):
+            weights, folder = run.roles.actor.weights, run.folder.path
+            kept = [weights.save(folder / ACTOR)]
+            if weights.average is not None:
+                kept.append(weights.save_average(folder / AVERAGE))
+        for path in kept:
+            if path is not None:
+                run.reporter.line(f"kept {path}")
