@@ -91,7 +91,7 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
     from mppo.rollout.sglang.server_response import parse_responses
 
     def added(mine: dict[int, Any], request: Any) -> list[Any]:
-        found = answers.add_answers({}, mine, request, None, 1, None)
+        found = answers.add_answers({}, mine, request, None, 1)
         return [found[place] for place in sorted(found)]
 
     return parse_responses, added
@@ -138,11 +138,13 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
     from mppo.rollout.engine import GenerationRequest
 
     try:
-        from mppo.batch.packing import pack_episodes
+        from mppo.batch.packing import pack_episodes as pack
         from mppo.batch.prompt import Prompt
     except ModuleNotFoundError:  # the earlier version has one module
-        from mppo.batch import Prompt
-        from mppo.batch import pack_trajectories as pack_episodes
+        from mppo.batch import Prompt, pack_trajectories
+
+        def pack(found: list[Any]) -> Any:
+            return pack_trajectories(found, [0.0] * len(found))
 
     parse, episodes_of = functions()
     prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
@@ -158,7 +160,7 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
     found = episodes_of(mine, request)
     del mine, answers  # as the engine, which has received everything
     times.append(time.process_time())
-    batch = pack_episodes(found)
+    batch = pack(found)
     times.append(time.process_time())
     held = resident()
     for micro_batches in spec.plan(batch.lengths_B.tolist()):

@@ -101,7 +101,7 @@ def path(
     spec = MicroBatchSpec(layout.dp, 1, MicroBatchLimits(1, MICRO_BATCH_TOKENS))
     dist.barrier()
     start = time.process_time()
-    episodes = with_experts(add_answers({}, mine, request, None, world, None))
+    episodes = with_experts(add_answers({}, mine, request, None, world))
     batch = share_out(pack_at_home(episodes), 64)
     plan = spec.plan(batch.lengths_B.tolist())
     moves = PassMoves(layout, plan, batch)

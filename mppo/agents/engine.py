@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mppo.agents.conversation import Conversation, Message, Reply
 from mppo.agents.turn_text import TurnText
@@ -56,8 +55,7 @@ class ConversationEngine:
         name: of the agent, for messages.
         turn_text: tokenises the environment's turns.
         max_turns: most turns of the policy.
-        world: ranks in ``group``.
-        group: process group of the ranks; None is the default one.
+        world: number of ranks.
     """
 
     def __init__(
@@ -69,11 +67,10 @@ class ConversationEngine:
         max_turns: int,
         *,
         world: int = 1,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine, self._agent, self._name = engine, agent, name
         self._turn_text, self._max_turns = turn_text, max_turns
-        self._world, self._group = world, group
+        self._world = world
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``. ``on_response`` gets conversations that have ended.
@@ -94,7 +91,7 @@ class ConversationEngine:
                     opening = {"role": "user", "content": episode.prompt.text}
                     talks[key] = _Talk(list(messages) or [opening])
             answered = self._answer(here, talks, turn, request.max_tokens)
-            for key, each in gather_episodes(answered, request, self._world, self._group).items():
+            for key, each in gather_episodes(answered, request, self._world).items():
                 found[key] = each
             if request.on_response is not None:
                 ended = {key: each for key, each in answered.items() if each.finish_reason != OPEN}
@@ -110,7 +107,7 @@ class ConversationEngine:
         start = time.perf_counter()
         found = self.generate(request)
         seconds = time.perf_counter() - start
-        return LocalGeneration(request, found, seconds, self._world, self._group)
+        return LocalGeneration(request, found, seconds, self._world)
 
     def _answer(
         self,
@@ -163,8 +160,8 @@ class ConversationEngine:
             error = str(failure)
             if not isinstance(failure, RuntimeError | ValueError):  # these are messages to users
                 error = f"the agent {self._name}: {type(failure).__name__}: {failure}"
-        wait_for_ranks(self._world, self._group)  # agents may take longer than any time limit
-        raise_on_any_rank(error, self._world, self._group)
+        wait_for_ranks(self._world)  # agents may take longer than any time limit
+        raise_on_any_rank(error, self._world)
         return answered
 
     def _replies(

@@ -21,19 +21,17 @@ _NO_EXPERTS = torch.empty(0, dtype=torch.int16)
 def bring_episodes(
     episodes: Sequence[Episode],
     wanted: Sequence[Sequence[int]],
-    group: dist.ProcessGroup | None = None,
 ) -> dict[int, Episode]:
     """Bring episodes from their homes to the ranks that want them. Collective.
 
     Args:
         episodes: all that may move.
         wanted: numbers of the episodes that each rank wants, the same on every rank.
-        group: a group of CPU ranks; None is the default one.
 
     Returns:
         Those that this rank wants, with tokens, by number, in the order wanted; it is their home.
     """
-    rank = dist.get_rank(group) if group_size(group) > 1 else 0
+    rank = dist.get_rank() if group_size() > 1 else 0
     moves = Moves([each.home for each in episodes], wanted)
     mine = wanted[rank]
     if moves.is_local:
@@ -44,11 +42,11 @@ def bring_episodes(
         torch.cat([_NO_IDS, *(episodes[i].here.ids for i in numbers)]),
         torch.cat([_NO_LOGPROBS, *(episodes[i].here.logprobs for i in numbers)]),
     ]
-    ids, logprobs = exchange(moves, lengths, numbers, lambda _: tensors, group)
+    ids, logprobs = exchange(moves, lengths, numbers, lambda _: tensors)
     sizes = [lengths[number] for number in mine]
     experts: list[Tensor | None] = [None] * len(mine)
     if any(each.routed for each in episodes):
-        experts = _bring_experts(episodes, moves, mine, group)
+        experts = _bring_experts(episodes, moves, mine)
     parts = zip(mine, ids.split(sizes), logprobs.split(sizes), experts, strict=True)
     return {
         number: replace(episodes[number], home=rank, tokens=EpisodeTokens(own, values, chosen))
@@ -86,7 +84,7 @@ def bring_ids_to_first(episodes: Sequence[Episode]) -> list[Tensor]:
 
 
 def _bring_experts(
-    episodes: Sequence[Episode], moves: Moves, mine: Sequence[int], group: dist.ProcessGroup | None
+    episodes: Sequence[Episode], moves: Moves, mine: Sequence[int]
 ) -> list[Tensor | None]:
     """Experts of the episodes that this rank wants; collective."""
     shapes = [each.routed or (0, 0, 0) for each in episodes]
@@ -95,6 +93,6 @@ def _bring_experts(
     found = [episodes[number].here.experts for number in numbers]
     flat = [x.to(torch.int16).flatten() for x in found if x is not None]
     values = torch.cat([_NO_EXPERTS, *flat])
-    (got,) = exchange(moves, sizes, numbers, lambda _: [values], group)
+    (got,) = exchange(moves, sizes, numbers, lambda _: [values])
     parts = zip(mine, got.split([sizes[i] for i in mine]), strict=True)
     return [part.view(shapes[i]) if episodes[i].routed else None for i, part in parts]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.episode import OPEN, Episode, EpisodesBySample, EpisodeTokens
@@ -23,15 +22,13 @@ def gather_episodes(
     mine: Mapping[int, Episode],
     request: GenerationRequest,
     world: int,
-    group: dist.ProcessGroup | None,
 ) -> dict[int, Episode]:
     """The episodes that all ranks received; collective.
 
     Args:
         mine: episodes of this rank by their index in the result of the request.
         request: the request.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+        world: number of ranks.
 
     Returns:
         By index: this rank's with tokens, those of others without.
@@ -39,7 +36,7 @@ def gather_episodes(
     Raises:
         ValueError: on every rank, if a log-probability is not finite.
     """
-    everyone = all_gather_varlen(_table(mine), world, group)
+    everyone = all_gather_varlen(_table(mine), world)
     found: dict[int, Episode] = {}
     for home, table in enumerate(everyone):
         found.update(_read_table(table, request, home))

@@ -99,7 +99,7 @@ def _exchange(rank: int, world: int) -> None:
     prompts = [each.prompt for each in made]
     request = GenerationRequest(prompts, SamplingConfig(), 10, seed=0)
     mine = {index: each for index, each in enumerate(made) if index * index % world == rank}
-    found = gather_episodes(mine, request, world, None)
+    found = gather_episodes(mine, request, world)
     episodes = [found.pop(index) for index in range(7)]
     assert not found
     for index, each in enumerate(episodes):
@@ -124,7 +124,7 @@ def _exchange(rank: int, world: int) -> None:
         tokens = replace(tokens, logprobs=tokens.logprobs * float("nan"))
         spoiled[6] = replace(mine[6], tokens=tokens)
     with pytest.raises(ValueError, match=r"nan in the response to prompt 6: .*version 5"):
-        gather_episodes(mine | spoiled, request, world, None)
+        gather_episodes(mine | spoiled, request, world)
 
 
 def _take_up(rank: int, world: int, finished: list[Episode]) -> None:
@@ -134,7 +134,7 @@ def _take_up(rank: int, world: int, finished: list[Episode]) -> None:
         for i, each in enumerate(finished)
     }
     homes = {i: (each.home + 1) % world for i, each in begun.items()}
-    taken = take_up(begun, [1, 2, 3, 6], homes, world, None)
+    taken = take_up(begun, [1, 2, 3, 6], homes, world)
     assert list(taken) == [1, 2, 3, 6]
     for i, each in taken.items():
         home = homes[i] if i % 2 else begun[i].home

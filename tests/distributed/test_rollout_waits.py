@@ -82,9 +82,7 @@ def _fleet(url: str, folder: Path, rank: int, world: int) -> Fleet:
         name="sglang", mode="disaggregated", urls=(url,), request_timeout_s=LIMIT_S
     )
     model = SimpleNamespace(model_type="qwen2")
-    return Fleet(
-        rollout, folder, model, torch.float32, rank, world, torch.device("cpu"), folder, None
-    )
+    return Fleet(rollout, folder, model, torch.float32, rank, world, torch.device("cpu"), folder)
 
 
 def _generate(fleet: Fleet) -> InFlightRequests:
@@ -118,7 +116,7 @@ def _worker(rank: int, world: int, store: str, url: str) -> None:
     try:
         fleet = _fleet(f"{url}/busy", Path(store).parent, rank, world)
         fleet.revive()
-        requests = Requests(fleet, lambda: 0, rank, world, None)
+        requests = Requests(fleet, lambda: 0, rank, world)
         jobs = [[1]] if fleet.mine else []  # the other rank heads no server
         answered = requests.collect(jobs, lambda api, job: api.generate([job], {}), 1)
         assert len(answered) == len(jobs)

@@ -59,7 +59,7 @@ def micro_batches(text: bytes) -> list[object]:
     answers = dict(enumerate(parse_responses(text)))
     prompt = Prompt(0, torch.arange(PROMPT), "", "", "")
     request = GenerationRequest([prompt], SamplingConfig(n=SAMPLES), LONGEST, seed=0)
-    episodes = list(add_answers({}, answers, request, ROUTING, 1, None).values())
+    episodes = list(add_answers({}, answers, request, ROUTING, 1).values())
     scores = [ResponseScore(0.5 * i) for i in range(SAMPLES)]
     packed = pack_at_home(with_scores(episodes, scores), LONGEST)
     batch = share_out(packed, num_experts=16)

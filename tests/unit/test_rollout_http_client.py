@@ -145,9 +145,7 @@ def test_a_version_without_a_needed_call_is_reported(url: str) -> None:
 
 def _external(url: str, folder: Path, **options: object) -> Fleet:
     rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,), **options)
-    return Fleet(
-        rollout, folder, CONFIG, torch.float32, 0, 1, torch.device("cpu"), folder, group=None
-    )
+    return Fleet(rollout, folder, CONFIG, torch.float32, 0, 1, torch.device("cpu"), folder)
 
 
 def test_a_server_that_is_never_idle_is_lost() -> None:
@@ -204,7 +202,7 @@ def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(
         served = job == "at once" or (job == "at last" and requested.count(job) == ATTEMPTS)
         return JsonClient(api.url, "key", 30.0).post("/echo" if served else "/fail", {"job": job})
 
-    requests = Requests(fleet, restore, 0, 1, None)
+    requests = Requests(fleet, restore, 0, 1)
     answered = requests.collect(["at once", "at last"], call, max_in_flight=1)
     assert [answered[index]["got"]["job"] for index in (0, 1)] == ["at once", "at last"]
     assert requested == ["at once", *["at last"] * ATTEMPTS]

@@ -44,7 +44,6 @@ def _fleet(folder, seed: int, make_server: Any, **rollout: Any) -> Fleet:
         1,
         torch.device("cpu"),
         folder / "rollout",
-        None,
         make_server,
         seed,
     )

@@ -141,11 +141,11 @@ FAULTY = {
 def _generated(url: str, folder: Path) -> list[Episode]:
     """One response to one prompt, by a server with weights of version 3."""
     rollout = RolloutConfig(name="sglang", mode="disaggregated", urls=(url,))
-    place = (0, 1, torch.device("cpu"), folder, None)
+    place = (0, 1, torch.device("cpu"), folder)
     fleet = Fleet(rollout, folder, SimpleNamespace(model_type="qwen2"), torch.float32, *place)
     fleet._apis[0] = fleet.client(url)
     request = GenerationRequest([Prompt(0, (5, 6), "t", "", "")], SamplingConfig(), LIMIT, seed=0)
-    requests = Requests(fleet, lambda: 3, 0, 1, None)
+    requests = Requests(fleet, lambda: 3, 0, 1)
     generation = SGLangGeneration(request, (), VOCABULARY, None, requests, rollout)
     return generation.collect()
 

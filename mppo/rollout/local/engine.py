@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -47,15 +46,13 @@ class LocalGeneration:
         request: the request.
         responses: the result.
         seconds: duration of the generation.
-        world: ranks in ``group``.
-        group: process group of the ranks; None is the default one.
+        world: number of ranks.
     """
 
     request: GenerationRequest
     responses: list[Episode]
     seconds: float
     world: int
-    group: dist.ProcessGroup | None
     left_over: EpisodesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
@@ -132,7 +129,6 @@ class LocalEngine:
         rank, world: this rank and the number of ranks among which prompts are divided.
         device: of the model.
         batch_size: most rows generated at once on a rank.
-        group: process group of those ranks; None is the default one.
 
     Attributes:
         stop_tokens: tokens that end a response of every request.
@@ -148,10 +144,9 @@ class LocalEngine:
         world: int = 1,
         device: torch.device | str = "cpu",
         batch_size: int = 256,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._device = torch.device(device)
-        self._rank, self._world, self._group = rank, world, group
+        self._rank, self._world = rank, world
         self._batch_size, self._dtype = batch_size, dtype
         self.stop_tokens = stop_tokens(hf_folder, hf_config)
         family, computed = family_config(hf_config), compute_dtype(dtype, self._device)
@@ -201,12 +196,12 @@ class LocalEngine:
                 received |= new
                 if request.on_response is not None and start + self._batch_size < len(todo):
                     request.on_response(list(new), list(new.values()))
-        wait_for_ranks(self._world, self._group)
+        wait_for_ranks(self._world)
         if self._world > 1:
             stop_request.sync()
         else:
             stop_request.raise_if_due()
-        found = ready | gather_episodes(received, request, self._world, self._group)
+        found = ready | gather_episodes(received, request, self._world)
         return [found[place] for place in range(len(prompts) * n)]
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
@@ -214,7 +209,7 @@ class LocalEngine:
         start = time.perf_counter()
         found = self.generate(request)
         seconds = time.perf_counter() - start
-        return LocalGeneration(request, found, seconds, self._world, self._group)
+        return LocalGeneration(request, found, seconds, self._world)
 
     def _generate_rows(
         self, request: GenerationRequest, rows: Sequence[_Row], stops: Tensor
@@ -275,7 +270,7 @@ class LocalEngine:
             chunk, mine = mine[:count], mine[count:]
             parts += self._chunk_logprobs([sequences[i] for i in chunk])
         result: list[list[float]] = [[] for _ in sequences]
-        gathered = all_gather_varlen(torch.cat(parts), self._world, self._group)
+        gathered = all_gather_varlen(torch.cat(parts), self._world)
         for order, flat in zip(dealt, gathered, strict=True):
             values, at = flat.tolist(), 0
             for index in order:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
 from mppo.batch.episode import Episode
 from mppo.batch.moves import bring_episodes
 from mppo.parallel.collectives import raise_on_any_rank
@@ -28,7 +26,6 @@ def take_up(
     usable: Sequence[int],
     homes: Mapping[int, int],
     world: int,
-    group: dist.ProcessGroup | None,
 ) -> dict[int, Episode]:
     """Responses of an earlier request that this one need not generate from the start; collective.
 
@@ -38,8 +35,7 @@ def take_up(
         resumed: responses by index in the result.
         usable: indices of those to take.
         homes: the rank that continues a response, by index.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+        world: number of ranks.
     """
     found = {key: resumed[key] for key in usable}
     begun = [key for key in usable if found[key].is_unfinished]
@@ -47,7 +43,7 @@ def take_up(
     for number, key in enumerate(begun):
         wanted[homes[key]].append(number)
         found[key] = found[key].elsewhere(homes[key])
-    came = bring_episodes([resumed[key] for key in begun], wanted, group)
+    came = bring_episodes([resumed[key] for key in begun], wanted)
     return found | {begun[number]: each for number, each in came.items()}
 
 
@@ -57,7 +53,6 @@ def add_answers(
     request: GenerationRequest,
     routing: RoutingShape | None,
     world: int,
-    group: dist.ProcessGroup | None,
 ) -> dict[int, Episode]:
     """Responses by ``prompt * n + sample``: those known, and what all ranks received; collective.
 
@@ -66,8 +61,7 @@ def add_answers(
         mine: responses of this rank's servers.
         request: the request they belong to.
         routing: shape of the routed experts in each response; None: none.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+        world: number of ranks.
 
     Raises:
         RuntimeError: on every rank, if routed experts are missing.
@@ -91,6 +85,6 @@ def add_answers(
             response = response.with_experts(experts)
         received[key] = response
     if routing is not None:
-        raise_on_any_rank(error, world, group)
+        raise_on_any_rank(error, world)
     # a response that was continued may have another home than its beginning
-    return {**known, **gather_episodes(received, request, world, group)}
+    return {**known, **gather_episodes(received, request, world)}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mppo.batch.episode import Episode
 from mppo.config.rules.engine import sglang_options
@@ -53,7 +52,6 @@ class SGLangEngine:
         rank, world: this rank and the number of ranks.
         device: the device of the stream's tensors.
         run_dir: for logs, option files and weights synced by disk.
-        group: process group of the ranks; None is the default one.
         seed: seed of the random seeds of servers that mppo starts.
         routing: shape of the routed experts that episodes carry; None: they carry none.
         make_server: makes the process of a server, as ``own_server`` does.
@@ -78,7 +76,6 @@ class SGLangEngine:
         world: int = 1,
         device: torch.device | str = "cpu",
         run_dir: Path,
-        group: dist.ProcessGroup | None = None,
         seed: int = 0,
         routing: RoutingShape | None = None,
         make_server: Callable[..., ServerProcess] = own_server,
@@ -90,30 +87,26 @@ class SGLangEngine:
             arguments = {"disable_radix_cache": True, **sglang_options(rollout.server_args)}
             arguments["enable_return_routed_experts"] = True
             rollout = rollout.model_copy(update={"server_args": arguments})
-        self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
+        self._rollout, self._rank, self._world = rollout, rank, world
         self._device, folder = torch.device(device), run_dir / "rollout"
         self._stops, self._vocab_size = stop_tokens(hf_folder, hf_config), hf_config.vocab_size
         self._version: int | None = None
         self._pending: SGLangGeneration | None = None
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
-        place = (rank, world, self._device, folder, group)
+        place = (rank, world, self._device, folder)
         self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed)
-        self._memory = MemoryHandover(self.fleet, world, group, give_back)
-        self._requests = Requests(self.fleet, self._restore, rank, world, group)
+        self._memory = MemoryHandover(self.fleet, world, give_back)
+        self._requests = Requests(self.fleet, self._restore, rank, world)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
         )
         self.slices: SliceSync | None = None
         if rollout.sync_mode != "full":
-            self.slices = SliceSync(
-                rollout, self.fleet, dtype, self._device, folder, rank, world, group
-            )
+            self.slices = SliceSync(rollout, self.fleet, dtype, self._device, folder, rank, world)
         self._sync_check: SyncCheck | None = None
         if rollout.verify_sync == "logprob":
-            oracle = LocalEngine(
-                hf_folder, hf_config, dtype, rank=rank, world=world, device=device, group=group
-            )
+            oracle = LocalEngine(hf_folder, hf_config, dtype, rank=rank, world=world, device=device)
             self._sync_check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self.fleet.count)
         if self.fleet.shares_devices:
             self._start_servers()
@@ -149,7 +142,7 @@ class SGLangEngine:
 
     def _revive(self) -> None:
         """Start servers that do not run, and record that they hold no weights; collective."""
-        if not any(all_gather_objects(self.fleet.missing(), self._world, self._group)):
+        if not any(all_gather_objects(self.fleet.missing(), self._world)):
             return
         self._memory.from_trainer()  # a server's KV cache takes a share of what is free now
         for server in self.fleet.revive():
@@ -171,7 +164,7 @@ class SGLangEngine:
             self._memory.for_weights()
             buckets = self._source
         note = "" if self._source else " (and this weight stream cannot be repeated)"
-        outputs = all_gather_objects(self.fleet.last_output(), self._world, self._group)
+        outputs = all_gather_objects(self.fleet.last_output(), self._world)
         raise RuntimeError(
             f"SGLang servers could not load the weights{note}: {lacking}{''.join(outputs)}"
         )
@@ -183,7 +176,7 @@ class SGLangEngine:
             for server in self.fleet.mine
             if self._synced.get(server) != self._version
         }
-        everyone = all_gather_objects(mine, self._world, self._group)
+        everyone = all_gather_objects(mine, self._world)
         return {server: why for part in everyone for server, why in part.items()}
 
     def _send(self, buckets: Iterable[WeightBucket], lacking: dict[int, str]) -> None:
@@ -209,7 +202,7 @@ class SGLangEngine:
                 pass
         error = _error_of(self._transport.close)
         if isinstance(self._transport, DistributedTransport):
-            error = all_gather_objects(error, self._world, self._group)[0]  # only rank 0 sends
+            error = all_gather_objects(error, self._world)[0]  # only rank 0 sends
         self._raise_refusal(error)
         if isinstance(self._transport, DiskTransport):
             transport = self._transport  # the collective above: rank 0 has written the folder
@@ -250,9 +243,7 @@ class SGLangEngine:
     def _raise_refusal(self, error: Exception | None) -> None:
         """Raise on every rank an error that a repetition would not repair; collective."""
         final = error is not None and not isinstance(error, ServerLost)
-        raise_on_any_rank(
-            f"rank {self._rank}: {error}" if final else None, self._world, self._group
-        )
+        raise_on_any_rank(f"rank {self._rank}: {error}" if final else None, self._world)
 
     def _restore(self) -> int:
         """Make every server ready to generate; collective.
@@ -322,7 +313,7 @@ class SGLangEngine:
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
         flat = torch.tensor(values, dtype=torch.float32)
         result: list[list[float]] = [[] for _ in sequences]
-        for rank, received in enumerate(all_gather_varlen(flat, self._world, self._group)):
+        for rank, received in enumerate(all_gather_varlen(flat, self._world)):
             servers = [s for s in range(self.fleet.count) if self.fleet.head_of(s) == rank]
             numbers, at = received.tolist(), 0
             for index in (i for server in servers for i in dealt[server]):

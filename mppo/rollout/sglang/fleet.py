@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
@@ -55,7 +54,6 @@ class Fleet:
         rank, world: this rank and the number of ranks.
         device: this rank's device.
         folder: for logs and option files, in the run folder.
-        group: process group of the ranks; None is the default one.
         make_server: makes the process of a server, as ``own_server`` does.
         seed: seed of the random seeds of mppo's own servers.
 
@@ -78,11 +76,10 @@ class Fleet:
         world: int,
         device: torch.device,
         folder: Path,
-        group: dist.ProcessGroup | None,
         make_server: Callable[..., ServerProcess] = own_server,
         seed: int = 0,
     ) -> None:
-        self._rollout, self._rank, self._world, self._group = rollout, rank, world, group
+        self._rollout, self._rank, self._world = rollout, rank, world
         self.run_dir = folder.parent
         self.tensor_parallel = rollout.tensor_model_parallel_size
         on_cpu = device.type == "cpu"
@@ -111,7 +108,7 @@ class Fleet:
         if self._rollout.urls:
             return os.environ.get(API_KEY_VARIABLE)
         key = secrets.token_hex(32) if self._rank == 0 else None
-        return all_gather_objects(key, self._world, self._group)[0]
+        return all_gather_objects(key, self._world)[0]
 
     def _make_servers(
         self,
@@ -160,7 +157,7 @@ class Fleet:
         Raises:
             RuntimeError: on every rank, if a server's GPUs are not on its head's machine.
         """
-        uuids = all_gather_objects(device_seam.gpu_uuid(), self._world, self._group)
+        uuids = all_gather_objects(device_seam.gpu_uuid(), self._world)
         found, error = {}, None
         for server in self.mine:
             ranks = [(self._rank + i) % self._world for i in range(self.tensor_parallel)]
@@ -175,7 +172,7 @@ class Fleet:
                     "start the ranks so that each may open all GPUs of its node (Slurm: without "
                     "--gpus-per-task)"
                 )
-        raise_on_any_rank(error, self._world, self._group)
+        raise_on_any_rank(error, self._world)
         return found
 
     @property
@@ -194,7 +191,7 @@ class Fleet:
     def urls(self) -> dict[int, str]:
         """URL of every server, on every rank; collective."""
         mine = {server: api.url for server, api in self._apis.items()}
-        everyone = all_gather_objects(mine, self._world, self._group)
+        everyone = all_gather_objects(mine, self._world)
         return dict(sorted(item for part in everyone for item in part.items()))
 
     def revive(self) -> list[int]:
@@ -217,15 +214,15 @@ class Fleet:
                 self.lost.pop(server, None)
         except (ServerError, ValueError, OSError) as caught:
             error = f"rank {self._rank}: {caught}"
-        wait_for_ranks(self._world, self._group)
-        raise_on_any_rank(error, self._world, self._group)
+        wait_for_ranks(self._world)
+        raise_on_any_rank(error, self._world)
         if self._rollout.urls:
             self._check_external_seeds()
         return new
 
     def _check_external_seeds(self) -> None:
         """Warn of servers that draw the random numbers of others; collective."""
-        everyone = all_gather_objects(self._external, self._world, self._group)
+        everyone = all_gather_objects(self._external, self._world)
         options = {url: each for part in everyone for url, each in part.items()}
         for text in shared_randomness(options) if self._rank == 0 else ():
             if text not in self._warned:
@@ -314,7 +311,7 @@ class Fleet:
                 asleep.update(held)
 
         self._call(release)
-        wait_for_ranks(self._world, self._group)
+        wait_for_ranks(self._world)
 
     def wake(self, tags: Sequence[str]) -> None:
         """Allocate the memory of ``tags`` again on every server that released it."""

@@ -65,7 +65,7 @@ class SGLangGeneration:
             if (self._partial if each.finish_reason == "abort" else each.routed or not routes)
         ]
         homes = self._homes()
-        return take_up(resumed, usable, homes, requests.world, requests.group)
+        return take_up(resumed, usable, homes, requests.world)
 
     def _launch(self) -> None:
         """Send requests for missing responses to this rank's servers, if prompts are missing."""
@@ -199,9 +199,7 @@ class SGLangGeneration:
         requests = self._requests
         self._seconds = self._in_flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
-        found = add_answers(
-            self._found, mine, self._request, self._routing, requests.world, requests.group
-        )
+        found = add_answers(self._found, mine, self._request, self._routing, requests.world)
         self._stragglers.close()
         return found
 

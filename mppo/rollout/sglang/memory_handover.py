@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from mppo.parallel.collectives import wait_for_ranks
 from mppo.rollout.sglang.api import CUDA_GRAPHS, KV_CACHE, MEMORY_TAGS, WEIGHTS
 from mppo.rollout.sglang.fleet import Fleet
@@ -27,7 +25,6 @@ class MemoryHandover:
     Args:
         fleet: the servers.
         world: number of ranks.
-        group: process group of the ranks; None: the default group.
         give_back: returns this rank's unused memory to the device.
     """
 
@@ -35,10 +32,9 @@ class MemoryHandover:
         self,
         fleet: Fleet,
         world: int,
-        group: dist.ProcessGroup | None,
         give_back: Callable[[], None],
     ) -> None:
-        self._fleet, self._world, self._group = fleet, world, group
+        self._fleet, self._world = fleet, world
         self._give_back = give_back
 
     def to_trainer(self) -> None:
@@ -50,7 +46,7 @@ class MemoryHandover:
         """Return every rank's unused memory to the device, before servers start."""
         if self._fleet.shares_devices:
             self._give_back()
-            wait_for_ranks(self._world, self._group)
+            wait_for_ranks(self._world)
 
     def for_weights(self) -> None:
         """Make the servers hold only weights; the trainer needs the rest for the weight stream."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.dispatch import DispatchResult
@@ -31,7 +29,6 @@ class Requests:
         restore: makes every server ready to generate (``SGLangEngine``), and returns the version of
             the weights; collective. Call it before ``launch`` or ``collect``.
         rank, world: this rank and the number of ranks.
-        group: process group of the ranks; None is the default one.
     """
 
     def __init__(
@@ -40,10 +37,9 @@ class Requests:
         restore: Callable[[], int],
         rank: int,
         world: int,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self.fleet, self.restore = fleet, restore
-        self.rank, self.world, self.group = rank, world, group
+        self.rank, self.world = rank, world
         self._names = 0
 
     def new_name(self) -> str:
@@ -103,14 +99,14 @@ class Requests:
             lost = outcome.lost or lost
             left = len(jobs) - len(results)
             # every rank repeats as long as one has requests left: ``restore`` is collective
-            if not any(all_gather_objects(left, self.world, self.group)):
+            if not any(all_gather_objects(left, self.world)):
                 return results
             self.restore()
         why = (
             f"rank {self.rank}: {left} of {len(jobs)} requests were not served in {ATTEMPTS} "
             f"attempts: {lost}{self.fleet.last_output()}"
         )
-        raise_on_any_rank(why if left else None, self.world, self.group)
+        raise_on_any_rank(why if left else None, self.world)
         raise AssertionError("some rank had requests left")
 
     def _result(self, requests: InFlightRequests, may_interrupt: bool) -> DispatchResult[int, Any]:
@@ -122,9 +118,9 @@ class Requests:
                 result = requests.wait() if may_interrupt else requests.join()
         except RequestRefused as caught:
             error = f"rank {self.rank}: {caught}"
-        wait_for_ranks(self.world, self.group)  # a generation may take longer than any time limit
+        wait_for_ranks(self.world)  # a generation may take longer than any time limit
         if may_interrupt:
             stop_request.sync()
-        raise_on_any_rank(error, self.world, self.group)
+        raise_on_any_rank(error, self.world)
         self.fleet.lost.update(result.lost)
         return result

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeGuard
 
 import torch
-import torch.distributed as dist
 
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
@@ -36,7 +35,6 @@ class SliceTransport(TensorTransport):
         reports: for each server, the file to which it writes errors.
         report: that file of this rank's servers.
         world: number of ranks.
-        group: process group of the ranks; None is the default one.
     """
 
     _loader = SLICE_LOADER
@@ -48,10 +46,9 @@ class SliceTransport(TensorTransport):
         reports: Sequence[Path],
         report: Path,
         world: int,
-        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(device, tensor_parallel, report=report)
-        self._reports, self._world, self._everyone = reports, world, group
+        self._reports, self._world = reports, world
         self._of_slots: tuple[dict[int, SharedBuffer], dict[int, SharedBuffer]] = ({}, {})
 
     def send_slices(self, bucket: SliceBucket) -> None:
@@ -64,7 +61,7 @@ class SliceTransport(TensorTransport):
         # after this exchange the other ranks refill the buffers of the previous turn, which this
         # rank's servers may still be reading
         self._try(lambda: self._wait(1 - turn))
-        everyone = all_gather_objects(mine, self._world, self._everyone)
+        everyone = all_gather_objects(mine, self._world)
         handles = {slot: handle for part in everyone for slot, handle in part.items()}
         for server, api in self._servers.items():
             first = server * self._tensor_parallel
@@ -140,7 +137,6 @@ class SliceSync:
         device: the device of the trainer's weights.
         folder: for the servers' error reports.
         rank, world: this rank and the number of ranks.
-        group: process group of the ranks; None is the default one.
 
     Attributes:
         transport: carries the slices.
@@ -156,9 +152,8 @@ class SliceSync:
         folder: Path,
         rank: int,
         world: int,
-        group: dist.ProcessGroup | None,
     ) -> None:
-        self._world, self._group = world, group
+        self._world = world
         size = fleet.tensor_parallel
         heads = [fleet.head_of(server) for server in range(fleet.count)]
         self.request = SliceRequest(
@@ -171,7 +166,7 @@ class SliceSync:
         )
         files = [(folder / f"refused_{rank}.txt").resolve() for rank in range(world)]
         reports = [files[head] for head in heads]
-        self.transport = SliceTransport(device, size, reports, files[rank], world, group)
+        self.transport = SliceTransport(device, size, reports, files[rank], world)
         self._held: dict[int, int] = {}
         self._stream: SliceStream | None = None
 
@@ -190,7 +185,7 @@ class SliceSync:
             if stream is not self._stream:  # no changes are known to another stream's weights
                 self._stream, self._held = stream, {}
             mine = {self._held.pop(server, None) for server in servers}
-            held: set[int | None] = set().union(*all_gather_objects(mine, self._world, self._group))
+            held: set[int | None] = set().union(*all_gather_objects(mine, self._world))
             # changes can be sent only if all servers hold the same version
             for bucket in stream.update(version, held.pop() if len(held) == 1 else None):
                 self.transport.send_slices(bucket)
