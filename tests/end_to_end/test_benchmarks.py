@@ -30,7 +30,7 @@ SMALLEST = {
     "sync_routes.py": ["--layers", "1", "--repeat", "1"],
     "simulate.py": ["deepseek_llm_7b_gsm8k_math", "--stages", "first", "--table", "table.md"],
     "simulate_layouts.py": ["--seeds", "2"],
-    "simulate_recipes.py": ["--recipes", "tiny_cpu_conversations"],
+    "simulate_recipes.py": ["--recipes", "tiny_cpu_tp2_pp2"],
     "offload.py": ["--megabytes", "8", "--hidden", "64", "--layers", "1", "--sequences", "2",
                     "--repeat", "2"],
     "report.py": ["--steps", "20", "--ranks", "40", "--repeat", "1"],

@@ -27,6 +27,8 @@ rollout: {name: local}
 trainer: {total_training_steps: 3, dump_rollouts: true, save_freq: 3, val_before_train: false}
 """
 """Of the run that pages look at."""
+FOUR_NODES = "base: recipes/deepseek_llm_7b_gsm8k.yaml\ntrainer: {nnodes: 4}\n"
+"""A recipe of which three ranks stand for all 32 (``mppo-simulate --all``)."""
 WRITE_REWARD_MODEL = (
     "from mppo.hub.builtin import resolve_model; print(resolve_model('builtin:tiny-reward'))"
 )
@@ -73,7 +75,7 @@ def make_template(folder: Path) -> Path:
 def add_run(folder: Path, environment: dict[str, str]) -> None:
     """A small real run, under the names that pages have for runs and models."""
     (folder / "RECIPE").write_text(RECIPE)
-    (folder / "recipe.yaml").write_text("base: recipes/x.yaml\ntrainer: {nnodes: 4}\n")
+    (folder / "recipe.yaml").write_text(FOUR_NODES)
     train = "python mppo/train.py --config RECIPE trainer.default_local_dir=runs/ppo"
     code, output = shell(folder, train, environment | {"PAGE_SMALL": "trainer.export_hf=true"})
     assert code == 0, output
