@@ -296,8 +296,8 @@ def pip(arguments: list[str]) -> int:
             for extra in extras[1].split(",") if extras else ():
                 if f"\n{extra} = [" not in project:
                     raise Wrong(f"pyproject.toml has no extra {extra}")
-            if name.startswith(".") and not (ROOT / name.partition("[")[0]).is_dir():
-                raise Wrong(f"there is no folder {name}")
+            if name.startswith("./extras/") and not (ROOT / name / "pyproject.toml").is_file():
+                raise Wrong(f"there is no package {name}")
             continue
         requirement = Requirement(name)
         if requirement.specifier and name not in pinning:

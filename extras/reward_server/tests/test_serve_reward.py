@@ -16,6 +16,7 @@ from mppo_reward_server.sequence_classifier import load_sequence_classifier
 from transformers import AutoModelForSequenceClassification
 
 from mppo.batch.prompt import Prompt
+from mppo.config import extras
 from mppo.config.extras import PROGRAM_ROUTES
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
@@ -232,3 +233,11 @@ def test_bad_options_are_refused(arguments, message, capsys, monkeypatch):
     assert message in shown
     assert "Traceback" not in shown
     assert "fix:" in shown
+
+
+def test_without_the_sandboxs_package_the_command_that_installs_it_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(extras, "entry_points", lambda **_: ())
+    assert main(["--sandbox", "--port", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "--sandbox = True" in shown
+    assert "fix: pip install ./extras/sandbox\n" in shown
