@@ -11,21 +11,32 @@ torch's own kernels.
 from __future__ import annotations
 
 import functools
+import os
+import re
 import warnings
 
 import torch
 from torch import Tensor
 
-from mppo.cpu import onednn
-
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _ATTENTION_GRADIENT = f"{_ATTENTION}_backward"
 _OPERATORS = ("mm", "addmm", "bmm", "baddbmm", _ATTENTION, _ATTENTION_GRADIENT)
 
+_WITHOUT_BFLOAT16 = re.compile(r"SSE41|AVX|AVX2(_VNNI(_2)?)?|AVX512_CORE(_VNNI)?", re.IGNORECASE)
+"""Values of ``ONEDNN_MAX_CPU_ISA`` that disable the bfloat16 instructions."""
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has bfloat16 instructions here; without them it is several times slower."""
+    units = torch.cpu.get_capabilities()
+    has_units = any(units.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # last: Arm
+    limited = _WITHOUT_BFLOAT16.fullmatch(os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    return torch.backends.mkldnn.is_available() and has_units and not limited
+
 
 def slow_operators() -> tuple[str, ...]:
     """Names of the operators that this CPU computes faster in float32 than in bfloat16."""
-    if not onednn.multiplies_bfloat16():
+    if not multiplies_bfloat16():
         return _OPERATORS
     units = torch.cpu.get_capabilities()
     only_avx512 = units.get("avx512_bf16") and not units.get("amx_bf16")

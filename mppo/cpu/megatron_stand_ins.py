@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.cpu.shared_memory import SMALLEST, SharedMemory, shared_memory_of
-
 _CPU = torch.device("cpu")
 _FACTORIES = [
     "arange",
@@ -145,26 +143,6 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
     return None
 
 
-def _shared(group, async_op: bool, op, *tensors: Tensor) -> SharedMemory | None:
-    """The memory by which a group's ranks exchange these tensors; None: they use gloo."""
-    large = max(x.numel() * x.element_size() for x in tensors) >= SMALLEST
-    plain = all(x.is_contiguous() and x.is_floating_point() for x in tensors)
-    if async_op or op != torch.distributed.ReduceOp.SUM or not (large and plain):
-        return None
-    if torch.distributed.get_world_size(group) == 1:
-        return None
-    return shared_memory_of(group)
-
-
-def _all_reduce(x, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
-    """``all_reduce`` that sums large tensors through shared memory, if the ranks have any."""
-    memory = _shared(group, async_op, op, x)
-    if memory is None:
-        return torch.distributed.all_reduce(x, op=op, group=group, async_op=async_op)
-    memory.all_reduce(x)
-    return None
-
-
 def _reduce_scatter_tensor(reduce_scatter):
     """Make a reduce-scatter of equal parts that sends each rank only its own parts.
 
@@ -175,28 +153,12 @@ def _reduce_scatter_tensor(reduce_scatter):
     def exchanged(output, input, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
         if async_op or op != torch.distributed.ReduceOp.SUM:
             return reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        memory = _shared(group, async_op, op, output, input)
-        if memory is not None:
-            return memory.reduce_scatter(output, input)
         parts = torch.empty_like(input)
         torch.distributed.all_to_all_single(parts, input, group=group)
         torch.sum(parts.view(-1, *output.shape), 0, out=output)
         return None
 
     return exchanged
-
-
-def _all_gather_tensor(all_gather):
-    """Make an all-gather that exchanges large tensors through shared memory, if possible."""
-
-    @functools.wraps(all_gather)
-    def gathered(output, input, group=None, async_op=False):
-        memory = _shared(group, async_op, torch.distributed.ReduceOp.SUM, output, input)
-        if memory is None:
-            return all_gather(output, input, group=group, async_op=async_op)
-        return memory.all_gather(output, input)
-
-    return gathered
 
 
 def _torch_stand_in() -> types.ModuleType:
@@ -221,7 +183,6 @@ def _torch_stand_in() -> types.ModuleType:
     )
     distributed = _Overlay(
         torch.distributed,
-        all_reduce=_all_reduce,
         all_to_all_single=_all_to_all_single,
         all_gather=_all_gather,
         reduce_scatter=_reduce_scatter,
@@ -255,9 +216,8 @@ def _patch_modules() -> None:
     """Replace functions that need CUDA, or NCCL's collectives, in the modules that use them."""
     for module in ("distributed.param_and_grad_buffer", "tensor_parallel.mappings"):
         names = _names_of(module)
-        reduce_scatter, all_gather = "dist_reduce_scatter_func", "dist_all_gather_func"
+        reduce_scatter = "dist_reduce_scatter_func"
         names[reduce_scatter] = _reduce_scatter_tensor(names[reduce_scatter])
-        names[all_gather] = _all_gather_tensor(names[all_gather])
     _names_of("tensor_parallel.random").update(
         _get_cuda_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
         _set_cuda_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),

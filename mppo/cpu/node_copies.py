@@ -7,6 +7,7 @@ The memory has no name: it is gone when the last rank drops its tensors or ends 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.cpu.anonymous_file import TOKEN, AnonymousFile, FileOffer, can_offer, map_offered
-from mppo.cpu.by_group import ByGroup
 
 
 def nodes_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -26,7 +26,14 @@ def nodes_of(group: dist.ProcessGroup | None) -> list[int]:
     Args:
         group: a group of CPU ranks; None is the default one.
     """
-    return _nodes.of(group)
+    group = group or dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    if group not in _nodes:
+        _nodes[group] = _find_nodes(group)
+    return _nodes[group]
+
+
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKeyDictionary()
 
 
 def _find_nodes(group: dist.ProcessGroup) -> list[int]:
@@ -37,9 +44,6 @@ def _find_nodes(group: dist.ProcessGroup) -> list[int]:
     if file is not None:
         file.close()
     return found
-
-
-_nodes = ByGroup(_find_nodes)
 
 
 def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -141,7 +141,9 @@ def fields_set(
         layernorm_zero_centered_gamma=family.zero_centered_norm,
         attention_backend=AttnBackend.auto if use_te else AttnBackend.local,
         masked_softmax_fusion=False,
-        bias_activation_fusion=family.transformer_kwargs["activation_func"] is F.silu,
+        # uncompiled, as on the CPU, Megatron's fusion is slower than the plain operations
+        bias_activation_fusion=device.is_cuda()
+        and family.transformer_kwargs["activation_func"] is F.silu,
         bias_dropout_fusion=False,
         persist_layer_norm=use_te,
         # interleaving with batched p2p gives wrong gradients; see docs/parallelism.md

@@ -2,7 +2,7 @@
 
 ``torch.distributed``'s own calls serve tensors of equal shape on the models' device. Every other
 exchange of the package goes through this module, except those in ``mppo.cpu``, which lies below and
-implements collectives through shared memory. All exchanges here are of CPU tensors: a
+maps tensors into several ranks. All exchanges here are of CPU tensors: a
 rank that waits for the others must not occupy its GPU, where a rollout server may be generating.
 """
 

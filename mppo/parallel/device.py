@@ -352,10 +352,9 @@ def has_transformer_engine() -> bool:
 def accumulates_weight_gradients() -> bool:
     """Whether Megatron's own linear layers can add a weight's gradient to its buffer in one kernel.
 
-    On CUDA that is Apex's extension; the CPU has ``mppo.cpu.fused``. Transformer Engine's layers
-    always can.
+    That is Apex's, on CUDA. Transformer Engine's layers always can.
     """
-    return not is_cuda() or find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return is_cuda() and find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -380,11 +379,9 @@ def prepare_megatron() -> None:
 
     if not is_cuda():
         keep_freed_memory()
-        from mppo.cpu import fused, megatron_stand_ins, products
+        from mppo.cpu import megatron_stand_ins
 
         megatron_stand_ins.install()
-        fused.install()
-        products.install()
     elif has_transformer_engine() and not accumulates_weight_gradients():
         from mppo.parallel import weight_gradients
 

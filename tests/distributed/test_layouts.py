@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_case import Case, batch_of, compare, objective, run_case, run_cases
+from layout_case import Case, batch_of, compare, objective, run_cases
 from transformers import AutoModelForCausalLM
 
-from mppo.cpu import onednn, products
 from mppo.models.heads.outputs import PolicyOutputs
 
 TP = "tensor_model_parallel_size"
@@ -129,28 +128,3 @@ def test_the_reference_learns_something(outcomes):
     for outcome in alone.values():
         assert outcome.norms[0] > 1e-3
         assert outcome.losses[1] < outcome.losses[0]
-
-
-def by_onednn(case, folder, registry):
-    """``run_case`` with linear layers' products in oneDNN, however small; ends with the process."""
-    count, linear = 0, onednn.linear
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        return linear(*args)
-
-    products._SMALLEST, onednn.linear = 0, counted
-    outcome = run_case(case, folder, registry)
-    assert count >= 3 * 2 * case.steps, "outputs and gradients, forward and trained"
-    return outcome
-
-
-@pytest.mark.skipif(
-    not products.is_faster(), reason="MKL is as fast on this CPU: oneDNN is not used"
-)
-def test_onednn_products_do_not_change_training(outcomes):
-    alone, _, folder = outcomes
-    layouts = [LAYOUTS[name] for name in ("TP2", "TP2 without sequence parallelism", "PP2")]
-    for got in run_cases([Case("qwen2", layout) for layout in layouts], 2, folder, run=by_onednn):
-        compare(got, alone["qwen2", "policy"])

@@ -211,7 +211,7 @@ def test_devices_are_named_in_one_room():
 
 
 def test_object_collectives_are_called_in_one_module():
-    """``mppo.cpu`` implements collectives of its own and lies below that module."""
+    """``mppo.cpu`` lies below that module."""
     calls = re.compile(r"\w+_object(_list|s)?$")
     wrong = [
         f"{module} calls {node.attr}"

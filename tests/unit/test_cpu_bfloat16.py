@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mppo.cpu import bfloat16, onednn
+from mppo.cpu import bfloat16
 from mppo.rollout.local.engine import compute_dtype
 
 products = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_training_and_generation_use_float32_on_the_same_processors(
 ):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, unit: True})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert onednn.multiplies_bfloat16() is multiplies
+    assert bfloat16.multiplies_bfloat16() is multiplies
     assert ("mm" in bfloat16.slow_operators()) is not multiplies
     wide = compute_dtype(torch.bfloat16, torch.device("cpu")) is torch.float32
     assert wide is not multiplies

@@ -49,7 +49,8 @@ def test_transformer_engines_kernels_are_used_where_they_compute_the_model(
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_only_a_trained_role_adds_gradients_to_buffers(trained):
+def test_only_a_trained_role_adds_gradients_to_buffers(trained, monkeypatch):
+    monkeypatch.setattr(device, "accumulates_weight_gradients", lambda: True)
     fields = fields_set(_family("tiny"), MegatronConfig(), Layout(1), torch.float32, trained)
     assert fields["gradient_accumulation_fusion"] == trained
 

@@ -10,7 +10,6 @@ from torch import nn
 from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens
 
@@ -194,58 +193,6 @@ def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
         assert len(each.here.ids) == 300
         expected = _logprobs(reference, _all_tokens(each))[-300:]
         assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_same_products(dtype: torch.dtype) -> None:
-    if dtype is not compute_dtype(dtype, torch.device("cpu")):
-        pytest.skip("this CPU has no bfloat16 units: the engine computes in float32 on it")
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 24, bias=False)).to(dtype)
-    with torch.inference_mode():
-        for rows in (1, 5, 8, 40):
-            x = torch.randn(rows, 1, 48, dtype=dtype)
-            expected = layers(x)
-            with packed_linears(layers, rows=8, products=100):
-                assert all("forward" in vars(layer) for layer in layers)
-                torch.testing.assert_close(layers(x), expected)
-            assert torch.equal(layers(x), expected)
-        with packed_linears(layers, rows=8, products=2):  # too few to pay for the packing
-            assert not any("forward" in vars(layer) for layer in layers)
-
-
-def test_layers_that_read_the_same_input_are_multiplied_once() -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleDict({f"{name}_proj": nn.Linear(16, 8) for name in ("q", "k", "v", "o")})
-    layers.v_proj = nn.Linear(16, 24)
-    first, second = torch.randn(2, 4, 1, 16)
-    with torch.inference_mode():
-        expected = {name: (layer(first), layer(second)) for name, layer in layers.items()}
-        with packed_linears(layers, rows=4, products=100):
-            for name, layer in layers.items():
-                torch.testing.assert_close(layer(first), expected[name][0])
-            for name, layer in reversed(layers.items()):  # in any order, including one alone
-                torch.testing.assert_close(layer(second), expected[name][1])
-                torch.testing.assert_close(layer(first), expected[name][0])
-            query, value, other = (layers[f"{name}_proj"](first) for name in "qvo")
-            assert query.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            assert query.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
-            layers.q_proj(second)
-            second.zero_()  # a second call does not return the earlier result
-            torch.testing.assert_close(layers.q_proj(second)[0, 0], layers.q_proj.bias)
-
-
-def test_layers_that_cannot_be_joined_or_occur_twice_are_multiplied_alone() -> None:
-    torch.manual_seed(0)
-    layers = nn.ModuleDict({"gate_proj": nn.Linear(16, 8), "up_proj": nn.Linear(16, 8, bias=False)})
-    both = nn.ModuleList([layers, nn.ModuleDict({"again": layers.up_proj})])
-    x = torch.randn(4, 1, 16)
-    with torch.inference_mode():
-        expected = [layer(x) for layer in layers.values()]
-        with packed_linears(both, rows=4, products=100):
-            for layer, want in zip(layers.values(), expected, strict=True):
-                torch.testing.assert_close(layer(x), want)
-    assert not any("forward" in vars(layer) for layer in layers.values())
 
 
 def test_streams_that_do_not_fit_are_refused_by_name(tmp_path) -> None:

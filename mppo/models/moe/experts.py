@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-from mppo.cpu.gated_silu import gated_silu, gated_silu_gradient
 
 
 class SortedExperts(SequentialMLP):
@@ -58,7 +57,7 @@ def is_plain(config: TransformerConfig) -> bool:
         config.use_te_activation_func, config.activation_func_clamp_value,
         config.glu_linear_offset, config.delay_wgrad_compute,
     )  # fmt: skip
-    silu = config.activation_func is torch.nn.functional.silu
+    silu = config.activation_func is F.silu
     return silu and config.gated_linear_unit and not any(extras)
 
 
@@ -73,7 +72,7 @@ class _GatedExperts(torch.autograd.Function):
     def forward(ctx, tokens: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         first, second = weights[: len(counts)], weights[len(counts) :]
         inner = _multiply(tokens, counts, [weight.t() for weight in first])
-        weighted = (gated_silu(inner) * probs[:, None]).to(tokens.dtype)
+        weighted = (_gated_silu(inner) * probs[:, None]).to(tokens.dtype)
         ctx.save_for_backward(tokens, probs, inner, *weights)
         ctx.counts = counts
         return _multiply(weighted, counts, [weight.t() for weight in second])
@@ -84,16 +83,33 @@ class _GatedExperts(torch.autograd.Function):
         counts = ctx.counts
         first, second = weights[: len(counts)], weights[len(counts) :]
         grad = grad.contiguous()
-        activated = gated_silu(inner)
+        activated = _gated_silu(inner)
         weighted = (activated * probs[:, None]).to(tokens.dtype)
         grads_second = _outer(grad, weighted, counts, ctx.needs_input_grad[3 + len(counts) :])
         grad_weighted = _multiply(grad, counts, second)
         grad_probs = (grad_weighted * activated).sum(1).to(probs.dtype)
         grad_activated = (grad_weighted * probs[:, None]).to(inner.dtype)
-        grad_inner = gated_silu_gradient(inner, grad_activated)
+        grad_inner = _gated_silu_gradient(inner, grad_activated)
         grads_first = _outer(grad_inner, tokens, counts, ctx.needs_input_grad[3 : 3 + len(counts)])
         grad_tokens = _multiply(grad_inner, counts, first)
         return grad_tokens, grad_probs, None, *grads_first, *grads_second
+
+
+def _gated_silu(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``x = [gate, up]``: ``[n, 2 f]`` to ``[n, f]``."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _gated_silu_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of ``x`` ``[n, 2 f]`` from the output's ``[n, f]``; allocates only the result."""
+    gate, up = x.chunk(2, -1)
+    out = torch.empty_like(x)
+    grad_gate, grad_up = out.chunk(2, -1)
+    torch.ops.aten.silu(gate, out=grad_up).mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    torch.ops.aten.silu_backward(grad_gate, gate, grad_input=grad_gate)
+    return out
 
 
 def _multiply(x: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.cpu.packed_linear import packed_linears
 from mppo.rollout.local.row_attention import ColumnPositions
 from mppo.rollout.local.sampling import draw, uniforms
 from mppo.supervision import stop_request
@@ -264,31 +263,30 @@ def decode(
     length_R = torch.tensor([len(p) for p in prompts], device=device)[parents]
     columns = ColumnPositions(length_R, begin, begin + max_tokens, window, logits.dtype)
     rows = _Rows(key_R, length_R, columns, limit_R)
-    with packed_linears(model, len(parent_R), max_tokens - 1):
-        for step in range(max_tokens):
-            stop_request.raise_if_due()
-            tick()
-            token_R = rows.draw(logits, step, sampling)
-            alive = rows.finish(token_R, step, stop_tokens)
-            if alive is not None:
-                if len(alive) == 0:
-                    break
-                rows.keep(alive)
-                cache.reshape(alive, cache.columns)
-                token_R = token_R[alive]
-            if step + 1 == max_tokens:
+    for step in range(max_tokens):
+        stop_request.raise_if_due()
+        tick()
+        token_R = rows.draw(logits, step, sampling)
+        alive = rows.finish(token_R, step, stop_tokens)
+        if alive is not None:
+            if len(alive) == 0:
                 break
-            # grow by half: every growth copies the cache
-            if cache.length == cache.columns:
-                cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
-            logits = model(
-                input_ids=token_R[:, None],
-                position_ids=rows.position_R[:, None],
-                past_key_values=cache,
-                attention_mask=columns.all_seen(cache.length + 1),
-                window_columns=columns.window_seen(cache.length + 1),
-                use_cache=True,
-            ).logits[:, -1]
-            cache.length += 1
-            rows.advance()
+            rows.keep(alive)
+            cache.reshape(alive, cache.columns)
+            token_R = token_R[alive]
+        if step + 1 == max_tokens:
+            break
+        # grow by half: every growth copies the cache
+        if cache.length == cache.columns:
+            cache.reshape(None, min(cache.columns * 3 // 2 + 1, begin + max_tokens))
+        logits = model(
+            input_ids=token_R[:, None],
+            position_ids=rows.position_R[:, None],
+            past_key_values=cache,
+            attention_mask=columns.all_seen(cache.length + 1),
+            window_columns=columns.window_seen(cache.length + 1),
+            use_cache=True,
+        ).logits[:, -1]
+        cache.length += 1
+        rows.advance()
     return rows.responses()

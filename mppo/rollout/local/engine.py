@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mppo.batch.episode import OPEN, Episode, EpisodesBySample, held
-from mppo.cpu import onednn
+from mppo.cpu.bfloat16 import multiplies_bfloat16
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
@@ -83,7 +83,7 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     Float32 is many times faster there. Weights are rounded to ``dtype`` either way.
     """
-    slow = device.type == "cpu" and dtype == torch.bfloat16 and not onednn.multiplies_bfloat16()
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     return torch.float32 if slow else dtype
 
 
