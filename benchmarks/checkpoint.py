@@ -81,7 +81,7 @@ def checkpointer(role, root: Path, background: bool):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
     from mppo.responses import PartialResponses
-    from mppo.supervision.signals import StopRequest
+    from mppo.supervision.stop_request import StopRequest
 
     trainer = TrainerConfig(async_save=background)
     return Checkpointer(

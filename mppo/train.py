@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_environment(info, interleaved)
     except (ConfigError, ValueError) as error:
         return exit_report.refuse_recipe(error, info.rank)
-    from mppo.supervision.early_exit import no_early_success
-    from mppo.supervision.heartbeat import AlreadyReported
+    from mppo.supervision.heartbeat import AlreadyReported, no_early_success
 
     try:
         with no_early_success():
@@ -201,10 +200,8 @@ def _run(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
     from mppo.safety.private import private_files
     from mppo.safety.temporary import remove_leftovers
     from mppo.supervision import stop_request
-    from mppo.supervision.cleanup_deadline import CleanupDeadline
-    from mppo.supervision.heartbeat import Heartbeat
-    from mppo.supervision.signals import listening
-    from mppo.supervision.stop_request import StepInterrupted
+    from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
+    from mppo.supervision.stop_request import StepInterrupted, listening
     from mppo.trainer.failures import report_failure
 
     device.prepare_megatron()

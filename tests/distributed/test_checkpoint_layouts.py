@@ -47,7 +47,7 @@ def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
     from mppo.responses import PartialResponses
-    from mppo.supervision.signals import StopRequest
+    from mppo.supervision.stop_request import StopRequest
 
     parts = {"counter": part or _Counter()}
     settings = TrainerConfig(**{"async_save": False, **trainer})
