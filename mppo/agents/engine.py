@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mppo.agents.conversation import Conversation, Message, Reply
 from mppo.agents.turn_text import TurnText
@@ -57,8 +56,7 @@ class ConversationEngine:
         name: of the agent, for messages.
         turn_text: tokenises the environment's turns.
         max_turns: most turns of the policy.
-        world: ranks in ``group``.
-        group: process group of the ranks; None is the default one.
+        world: ranks of the default process group.
     """
 
     def __init__(
@@ -70,11 +68,10 @@ class ConversationEngine:
         max_turns: int,
         *,
         world: int = 1,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine, self._agent, self._name = engine, agent, name
         self._turn_text, self._max_turns = turn_text, max_turns
-        self._world, self._group = world, group
+        self._world = world
 
     def generate(self, request: GenerationRequest) -> Responses:
         """See ``RolloutEngine.generate``. ``on_response`` gets conversations that have ended.
@@ -95,7 +92,7 @@ class ConversationEngine:
                     opening = {"role": "user", "content": trajectory.prompt.text}
                     episodes[key] = _Episode(list(messages) or [opening])
             answered = self._answer(here, episodes, turn, request.max_tokens)
-            rows = gather_rows(answered, request, self._world, self._group)
+            rows = gather_rows(answered, request, self._world, None)
             responses = Responses({**responses.rows, **rows}, {**responses.held, **answered})
             if request.on_response is not None:
                 ended = {key: each for key, each in answered.items() if each.finish_reason != OPEN}
@@ -111,7 +108,7 @@ class ConversationEngine:
         start = time.perf_counter()
         found = self.generate(request)
         seconds = time.perf_counter() - start
-        return LocalGeneration(request, found, seconds, self._world, self._group)
+        return LocalGeneration(request, found, seconds, self._world, None)
 
     def _answer(
         self,
@@ -164,8 +161,8 @@ class ConversationEngine:
             error = str(failure)
             if not isinstance(failure, RuntimeError | ValueError):  # these are messages to users
                 error = f"the agent {self._name}: {type(failure).__name__}: {failure}"
-        wait_for_ranks(self._world, self._group)  # agents may take longer than any time limit
-        raise_on_any_rank(error, self._world, self._group)
+        wait_for_ranks(self._world)  # agents may take longer than any time limit
+        raise_on_any_rank(error, self._world)
         return answered
 
     def _replies(
