@@ -80,7 +80,7 @@ def build(folder: Path, registry, megatron: dict):
 def checkpointer(role, root: Path, background: bool):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
-    from mppo.supervision.signals import StopRequest
+    from mppo.supervision.stop_request import StopRequest
 
     trainer = TrainerConfig(async_save=background)
     return Checkpointer(trainer, root, {"actor": role}, {}, {}, StopRequest(), lambda text: None)

@@ -124,7 +124,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.parallel.launch import discover
     from mppo.parallel.process_group import process_group
     from mppo.rollout.build import build_engine
-    from mppo.supervision.signals import StopRequest
+    from mppo.supervision.stop_request import StopRequest
     from mppo.trainer.advantages import kl_controller
     from mppo.trainer.loop import iterate, sync_weights
     from mppo.trainer.roles import Roles

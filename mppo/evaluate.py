@@ -46,9 +46,8 @@ from mppo.rollout.build import build_engine
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
-from mppo.supervision.cleanup_deadline import CleanupDeadline
 from mppo.supervision.first_rank import on_first_rank
-from mppo.supervision.heartbeat import AlreadyReported, Heartbeat
+from mppo.supervision.heartbeat import AlreadyReported, CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard, start_guarded
 from mppo.trainer.failures import is_bad_input, report_failure

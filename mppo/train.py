@@ -90,8 +90,7 @@ def _check_machine(recipe: Recipe, info: LaunchInfo) -> None:
 
 def _train(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
     """Run, and report why it ends; the exit code."""
-    from mppo.supervision.early_exit import no_early_success
-    from mppo.supervision.heartbeat import AlreadyReported
+    from mppo.supervision.heartbeat import AlreadyReported, no_early_success
     from mppo.trainer.failures import is_bad_input, report_failure
 
     try:

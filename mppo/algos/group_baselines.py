@@ -50,14 +50,14 @@ def group_std(scores_B: Tensor, group_B: Tensor) -> Tensor:
     return torch.where(groups.size_B > 1, std_B, 1.0)
 
 
-def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool, eps: float = 1e-6) -> Tensor:
-    """``(R - mean) / (std + eps)``, or ``R - mean`` (Dr. GRPO). Group of one: mean 0, std 1.
+def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
+    """``(R - mean) / (std + 1e-6)``, or ``R - mean`` (Dr. GRPO). Group of one: mean 0, std 1.
 
     Args:
         scores_B: float ``[B]``.
         group_B: int64 ``[B]``.
-        by_std: divide by the group's unbiased standard deviation.
-        eps: keeps a group of equal scores finite (and 0).
+        by_std: divide by the group's unbiased standard deviation; the constant keeps a group of
+            equal scores finite (and 0).
 
     Returns:
         float ``[B]``.
@@ -66,7 +66,7 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool, eps: float = 1e-6) -> 
     ``compute_grpo_outcome_advantage``.
     """
     centered_B = scores_B - group_mean(scores_B, group_B)
-    return centered_B / (group_std(scores_B, group_B) + eps) if by_std else centered_B
+    return centered_B / (group_std(scores_B, group_B) + 1e-6) if by_std else centered_B
 
 
 def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from mppo.algos.unique import unique_index
 
+EPS = 1e-8
+"""Added to a variance: keeps the result finite for a constant input."""
+
 
 def _unchanged(x: Tensor) -> Tensor:
     return x
@@ -115,17 +118,15 @@ def masked_whiten(
     mask_T: Tensor,
     shift_mean: bool = True,
     unbiased: bool = True,
-    eps: float = 1e-8,
     moments: Moments | None = None,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps)`` over the masked tokens, 0 outside the mask.
+    """``(x - mean) / sqrt(var + EPS)`` over the masked tokens, 0 outside the mask.
 
     Args:
         x_T: float ``[T]``, finite also outside the mask.
         mask_T: float ``[T]``, 0 or 1.
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
-        eps: keeps the result finite for a constant input.
         moments: of the tokens to whiten over; None: of these.
 
     Returns:
@@ -138,7 +139,7 @@ def masked_whiten(
     if moments is None:
         whole = torch.tensor([0, len(x_T)])
         moments = merged_moments(sequence_moments(x_T, mask_T, whole, with_range=False))
-    scale = 1.0 / math.sqrt(moments.var(unbiased) + eps) if moments.count >= 2 else 1.0
+    scale = 1.0 / math.sqrt(moments.var(unbiased) + EPS) if moments.count >= 2 else 1.0
     whitened_T = (x_T - moments.mean) * mask_T * scale
     return whitened_T if shift_mean else whitened_T.add_(mask_T, alpha=moments.mean)
 
@@ -149,11 +150,10 @@ def masked_whiten_by_group(
     cu_seqlens: Tensor,
     group_B: Tensor,
     unbiased: bool = True,
-    eps: float = 1e-8,
     gather: Gather = ALONE,
     held_H: Tensor | None = None,
 ) -> Tensor:
-    """``(x - mean_g) / sqrt(var_g + eps)`` over each group's masked tokens, 0 outside the mask.
+    """``(x - mean_g) / sqrt(var_g + EPS)`` over each group's masked tokens, 0 outside the mask.
 
     Args:
         x_T: float ``[T]``, finite also outside the mask.
@@ -161,7 +161,6 @@ def masked_whiten_by_group(
         cu_seqlens: int64 ``[H + 1]``, of the sequences held.
         group_B: int64 ``[B]``; sequences with equal numbers form a group (one prompt).
         unbiased: Bessel's correction.
-        eps: keeps the result finite, and 0, for a group of equal values.
         gather: of the batch.
         held_H: int64 ``[H]``, indices of the held sequences; None: all are held.
 
@@ -180,7 +179,7 @@ def masked_whiten_by_group(
     mean_B = (over_group(count_B * sequence_mean_B) / count_G.clamp(min=1.0))[index_B]
     squares_G = over_group(squares_B + count_B * (sequence_mean_B - mean_B).square())
     divisor_G = (count_G - (1.0 if unbiased else 0.0)).clamp(min=1.0)
-    scale_G = (squares_G / divisor_G + eps).rsqrt()
+    scale_G = (squares_G / divisor_G + EPS).rsqrt()
     scale_B = torch.where(count_G >= 2, scale_G, 1.0)[index_B]
     mean_T, scale_T = (
         expand_to_tokens(y_B if held_H is None else y_B[held_H], cu_seqlens)

@@ -39,8 +39,7 @@ from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.phase import last_step, step_done
-from mppo.supervision.signals import StopRequest
-from mppo.supervision.stop_request import StepInterrupted
+from mppo.supervision.stop_request import StepInterrupted, StopRequest
 
 
 class Checkpointer:

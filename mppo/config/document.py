@@ -34,81 +34,63 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars and limits on size; refuses repeated keys."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's own attribute)
-    _depth = 0
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self._depth == MAX_DEPTH:
             raise _bad_node(self.peek_event(), _TOO_DEEP)
         self._depth += 1
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        assert node is not None
+        if not is_alias:
+            self._sizes[node] = self._size(node)
+        elif node not in self._sizes:
+            raise _bad_node(node, "it refers to itself")
         return node
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            _count_nodes(node, {}, set())
-        return node
+    def _size(self, node: yaml.Node) -> tuple[int, int]:
+        """Check a node, and return the nodes and levels from it down.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _bad_node(key_node, f"a {key_node.id} cannot be a key")
-            if key_node.value in seen:
-                raise _bad_node(key_node, f"key {key_node.value!r} is given twice")
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
+        An alias counts as the node that it names: a small file with nested aliases expands to
+        billions of values.
+        """
+        if node.tag not in _TAGS:
+            raise _bad_node(node, f"the tag {node.tag} is not supported")
+        if isinstance(node, yaml.ScalarNode):
+            _check_scalar(node)
+            return 1, 1
+        inner = node.value
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
+            inner = [child for pair in node.value for child in pair]
+        size = 1 + sum(self._sizes[child][0] for child in inner)
+        depth = 1 + max((self._sizes[child][1] for child in inner), default=0)
+        if depth > MAX_DEPTH:
+            raise _bad_node(node, _TOO_DEEP)
+        if size > MAX_NODES:
+            raise _bad_node(node, f"it has over {MAX_NODES} values")
+        return size, depth
 
 
-def _count_nodes(
-    node: yaml.Node, counted: dict[int, tuple[int, int]], ancestors: set[int]
-) -> tuple[int, int]:
-    """Check a node and count it with the nodes below it.
-
-    Each node is visited once and its count reused for every alias: a small file with nested
-    aliases expands to billions of values.
-
-    Args:
-        node: the node.
-        counted: results of nodes that were visited before, by ``id``.
-        ancestors: ``id`` of each node on the path to this one, to find cycles.
-
-    Returns:
-        Nodes and levels, aliases expanded.
-
-    Raises:
-        yaml.YAMLError: a limit is exceeded, or a tag or value is not supported.
-    """
-    if id(node) in ancestors:
-        raise _bad_node(node, "it refers to itself")
-    if id(node) in counted:
-        return counted[id(node)]
-    if isinstance(node, yaml.ScalarNode):
-        _check_scalar(node)
-        return 1, 1
-    if len(ancestors) == MAX_DEPTH:
-        raise _bad_node(node, _TOO_DEEP)
-    if node.tag not in _TAGS:
-        raise _bad_node(node, f"the tag {node.tag} is not supported")
-    pairs = isinstance(node, yaml.MappingNode)
-    inner = [child for pair in node.value for child in pair] if pairs else node.value
-    ancestors.add(id(node))
-    below = [_count_nodes(child, counted, ancestors) for child in inner]
-    ancestors.remove(id(node))
-    size = 1 + sum(nodes for nodes, _ in below)
-    depth = 1 + max((levels for _, levels in below), default=0)
-    if depth > MAX_DEPTH or size > MAX_NODES:
-        raise _bad_node(node, _TOO_DEEP if depth > MAX_DEPTH else f"it has over {MAX_NODES} values")
-    counted[id(node)] = size, depth
-    return size, depth
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.tag.endswith(":merge"):
+            continue
+        if not isinstance(key, yaml.ScalarNode):
+            raise _bad_node(key, f"a {key.id} cannot be a key")
+        if key.value in seen:
+            raise _bad_node(key, f"key {key.value!r} is given twice")
+        seen.add(key.value)
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
-    if node.tag not in _TAGS:
-        raise _bad_node(node, f"the tag {node.tag} is not supported")
     if node.tag.endswith(":int") and len(node.value) > MAX_DIGITS:
         raise _bad_node(node, f"an integer of {len(node.value)} digits (at most {MAX_DIGITS})")
     if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):

@@ -34,14 +34,11 @@ _GROUPED_ALIGNMENT = 16
 """torch's grouped product needs rows of a multiple of this many bytes."""
 
 
-def load_model(
-    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "eager"
-) -> PreTrainedModel:
-    """Load the model of a Hugging Face folder, in eval mode.
+def load_model(folder: str | Path, attention: str = "eager") -> PreTrainedModel:
+    """Load the model of a Hugging Face folder in float32, in eval mode.
 
     Args:
         folder: has config.json and safetensors files; code in it is never run.
-        dtype: dtype of parameters and activations.
         attention: name of transformers' attention implementation.
 
     Raises:
@@ -52,7 +49,7 @@ def load_model(
         folder,
         trust_remote_code=False,
         use_safetensors=True,
-        **_arguments(config, dtype, attention),
+        **_arguments(config, torch.float32, attention),
     )
     return _corrected(model).eval()
 
@@ -62,7 +59,7 @@ def empty_model(
 ) -> PreTrainedModel:
     """Build a model with uninitialised parameters, in eval mode, without gradients.
 
-    Args and Raises are those of :func:`load_model`; ``device`` holds the parameters.
+    Args and Raises are those of :func:`load_model`; ``device`` holds the parameters, in ``dtype``.
     """
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(**_arguments(config, dtype, attention))

@@ -10,16 +10,13 @@ PHYSICAL = "physical memory"
 LIMIT = "limit of the cgroup"
 
 
-def host_memory(root: Path = Path("/")) -> tuple[int, str]:
+def host_memory() -> tuple[int, str]:
     """Bytes that processes here may use, and which of the two limits that is.
 
     A container, or a SLURM job with ``--mem``, has a cgroup with a limit below the physical memory.
-
-    Args:
-        root: folder with ``proc`` and ``sys``.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = cgroup_limit(root)
+    limit = cgroup_limit()
     if limit is not None and limit < physical:
         return limit, LIMIT
     return physical, PHYSICAL

@@ -67,19 +67,18 @@ def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
     return _decoded(read_file(path, limit), str(path))
 
 
-def read_json(path: Path, limit: int = MAX_FILE_BYTES, nan: bool = False) -> dict[str, Any]:
+def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
     """Read the JSON object in a regular file.
 
     Args:
         path: the file.
-        limit: most bytes of the file.
         nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
         ValueError: the file is missing or not readable, is not a JSON object, or repeats a key.
     """
     try:
-        text = read_text(path, limit)
+        text = read_text(path)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         raise ValueError(f"{path}: {'no such file' if missing else error.strerror}") from error

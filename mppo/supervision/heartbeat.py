@@ -11,6 +11,8 @@ all its threads into the run folder and exits with code 1, even if its main thre
 A rank that fails with an error publishes the error and then shuts down cleanly. If several ranks
 fail within moments, each shuts down cleanly and only the first error is printed. The remaining
 ranks end as after a diagnosis. So does a failed rank whose clean-up takes too long.
+
+If all ranks end silently with exit code 0, no heartbeat remains to notice: ``no_early_success``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -35,11 +38,12 @@ from mppo.parallel import device
 from mppo.parallel.launch import PARENT, LaunchInfo
 from mppo.safety.redact import redact_text
 from mppo.supervision import exit_report, phase, stop_request
-from mppo.supervision.cleanup_deadline import CleanupDeadline
 from mppo.supervision.health import Beat, HealthMonitor
 from mppo.supervision.watched_store import WatchedStore
 
 EXIT_CODE = 1
+CLEANUP_S = 20.0
+"""Longest clean-up of a failed rank: less than the 30 s after which launchers send SIGKILL."""
 SAVING = "save_checkpoint"
 """The phase that a stop request never cuts short."""
 _DIAGNOSIS, _FAILURE, _FAILED, _STOPPED, _STOP = (
@@ -69,6 +73,39 @@ class Failure:
 
     where: str
     reason: str
+
+
+class CleanupDeadline:
+    """A time limit for a failed rank to stop what it runs and to destroy its process groups.
+
+    It is a context around everything that such a rank has to clean up.
+
+    Args:
+        limit_s: seconds for the clean-up.
+    """
+
+    def __init__(self, limit_s: float = CLEANUP_S) -> None:
+        self.limit_s = limit_s
+        self._left = threading.Event()
+
+    def __enter__(self) -> CleanupDeadline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+
+    def begin(self, on_timeout: Callable[[], None]) -> None:
+        """Start the clock.
+
+        Args:
+            on_timeout: called in a thread if this context is not left within the limit.
+        """
+
+        def wait() -> None:
+            if not self._left.wait(self.limit_s):
+                on_timeout()
+
+        threading.Thread(target=wait, name="clean-up deadline", daemon=True).start()
 
 
 class Heartbeat:
@@ -325,6 +362,30 @@ class Heartbeat:
             stream.write(f"{redact_text(why)}\n\nthis rank: {phase.current()}\n\n")
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
+
+
+@contextmanager
+def no_early_success() -> Iterator[None]:
+    """Inside, ``os._exit(0)`` in this process prints an error and exits with code 1.
+
+    Other code (a model's Python files, a library) that calls it ends a rank silently. Processes
+    forked from this one are not affected.
+    """
+    exit_now, owner = os._exit, os.getpid()
+
+    def exit_with_error(code: int) -> NoReturn:
+        if code == 0 and os.getpid() == owner:
+            text = f"os._exit(0) was called before the run had finished, while {phase.current()}"
+            exit_report.say(text)
+            exit_report.write_reason(f"mppo: {text}")
+            code = EXIT_CODE
+        exit_now(code)
+
+    os._exit = exit_with_error
+    try:
+        yield
+    finally:
+        os._exit = exit_now
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -8,6 +8,10 @@ Each rank starts a guard first of all. The guard kills its rank if that stays st
 than the heartbeat's limit, and then the launcher ends the rest of the job. It also watches the
 other ranks of its node, since a rank may be stopped before it has started its own guard. It needs
 neither another rank nor torch, so it works if all ranks of a node are stopped. Linux only.
+
+When a rank ends before all ranks have met, its torchrun ends those of its node. Nobody tells the
+ranks of other nodes, which wait for one that never comes until ``collective_timeout_s``. So the
+guard of the rank counts it in torchrun's store, which all nodes reach, and every rank polls that.
 """
 
 from __future__ import annotations
@@ -17,14 +21,20 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes
 from mppo.safety.temporary import remove_leftovers
-from mppo.supervision.awake_clock import AwakeClock
+from mppo.supervision.health import AwakeClock
+
+if TYPE_CHECKING:  # imported only where it is needed: it takes seconds
+    from torch._C._distributed_c10d import TCPStore
 
 STARTING_S = 20.0
 """Longest stop until the rank has read its recipe."""
@@ -34,7 +44,11 @@ _OTHER_RANKS_S = 3.0
 """Added for other ranks: each rank's own guard comes first."""
 _POLL_S = 0.5
 _ENDING_POLL_S = 0.02
+_LOST_POLL_S = 2.0
+_STORE_S = 10.0
 _MET = "met"
+_LOST = "mppo/lost"
+"""Key of torchrun's store: number of ranks that ended before all ranks had met."""
 _STOPPED = (["T"], ["t"])
 """States in ``/proc/PID/stat``: stopped by a signal, stopped by a debugger."""
 
@@ -82,10 +96,14 @@ class RankGuard:
             return
         from torch.distributed import DistError
 
-        from mppo.supervision.lost_ranks import exit_with_lost_ranks
-
         with suppress(DistError):  # torchrun has exited, as the process group will report
-            exit_with_lost_ranks(os.environ)
+            store = _torchruns_store()
+            # restarts share the store: in the first start every loss counts, then only a new one
+            known = 0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else store.add(_LOST, 0)
+            watch = threading.Thread(
+                target=_exit_with_lost_rank, args=(store, known), name="lost ranks", daemon=True
+            )
+            watch.start()
 
     def met(self) -> None:
         """Tell the guard that all ranks have met: from here on they notice by themselves if this
@@ -146,15 +164,39 @@ def main(arguments: list[str]) -> int:
 
 
 def _report_lost() -> None:
-    """Tell the ranks of other nodes, which may be waiting for this one, that it has ended."""
-    if not is_over_nodes(os.environ):
-        return
-    from torch.distributed import DistError  # imported only where it is needed: it takes seconds
+    """Count this guard's rank as lost, for the ranks of other nodes.
 
-    from mppo.supervision.lost_ranks import report
+    A torchrun that restarts its ranks makes those of the other nodes do so too.
+    """
+    environ = os.environ
+    if not is_over_nodes(environ):
+        return
+    if environ["TORCHELASTIC_RESTART_COUNT"] != environ["TORCHELASTIC_MAX_RESTARTS"]:
+        return
+    from torch.distributed import DistError
 
     with suppress(DistError):  # torchrun's store has gone, and the ranks see that too
-        report(os.environ)
+        _torchruns_store().add(_LOST, 1)
+
+
+def _exit_with_lost_rank(store: TCPStore, known: int) -> None:
+    """End this process when other ranks than the ``known`` ones are lost."""
+    from torch.distributed import DistError
+
+    with suppress(DistError):  # torchrun has exited, which the heartbeat notices
+        while store.add(_LOST, 0) == known:
+            time.sleep(_LOST_POLL_S)
+        where = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        why = "a rank of another node ended before all ranks had met; see the output of that node"
+        print(f"mppo: {where}: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _torchruns_store() -> TCPStore:
+    from torch._C._distributed_c10d import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, timeout=timedelta(seconds=_STORE_S), wait_for_workers=False)
 
 
 def _kill(process: int, name: str, seconds: float) -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from mppo.parallel.collectives import broadcast_object
 from mppo.parallel.launch import LaunchInfo
-from mppo.supervision.awake_clock import AwakeClock
+from mppo.supervision.health import AwakeClock
 
 
 class WatchedStore:
@@ -47,35 +48,15 @@ class WatchedStore:
         threading.Thread(target=self._watch, name="store watch", daemon=True).start()
         self._store = self._connect(info)
 
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-        with self._calling():
-            self._store.set(key, value)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of ``TCPStore``; the watch measures how long each call waits."""
+        method = getattr(self._store, name)
 
-    def get(self, key: str) -> bytes:
-        """Return the value of a key that exists."""
-        with self._calling():
-            return self._store.get(key)
+        def call(*arguments: Any) -> Any:
+            with self._calling():
+                return method(*arguments)
 
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys exist."""
-        with self._calling():
-            return self._store.check(keys)
-
-    def multi_get(self, keys: list[str]) -> Sequence[bytes]:
-        """Return the values of keys that exist."""
-        with self._calling():
-            return self._store.multi_get(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
-        with self._calling():
-            return self._store.add(key, amount)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Store a value if the key has the expected one; return the key's value afterwards."""
-        with self._calling():
-            return self._store.compare_set(key, expected, value)
+        return call
 
     def close(self) -> None:
         """End the watch."""

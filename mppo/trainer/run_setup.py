@@ -42,7 +42,7 @@ from mppo.safety.redact import redact
 from mppo.supervision import stop_request
 from mppo.supervision.exit_report import say
 from mppo.supervision.phase import phase
-from mppo.supervision.signals import StopRequest
+from mppo.supervision.stop_request import StopRequest
 from mppo.trainer.advantages import kl_controller
 from mppo.trainer.dump import replay_folders
 from mppo.trainer.pretraining_mix import PretrainingMix

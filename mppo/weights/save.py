@@ -31,7 +31,6 @@ def save_hf(
     hf_config: Any,
     groups: Groups,
     source: str | Path | None = None,
-    dtype: torch.dtype | None = None,
     bucket_bytes: int = 512 << 20,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path | None:
@@ -47,7 +46,6 @@ def save_hf(
         hf_config: the model's transformers config, written if ``source`` is None.
         groups: the role's layout and its process groups.
         source: Hugging Face folder whose config, tokenizer and generation config are copied.
-        dtype: cast weights to this; None: as stored.
         bucket_bytes: size of the streamed buckets.
         max_shard_bytes: most bytes of one safetensors file.
 
@@ -60,7 +58,7 @@ def save_hf(
     folder = Path(folder).absolute()
     building = partial_path(folder)
     rank = dist.get_rank()
-    stream = WeightStream(chunks, hf_config, groups, bucket_bytes, dtype)
+    stream = WeightStream(chunks, hf_config, groups, bucket_bytes)
     tensors = stream.tensors()
     headers, places = plan_places(building, tensors, max_shard_bytes)
     if rank == 0:

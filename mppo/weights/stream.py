@@ -91,7 +91,6 @@ class WeightStream:
         hf_config: the model's transformers config.
         groups: the role's layout and its process groups.
         bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
-        dtype: export dtype, except for rows with ``keep_fp32`` (a router's bias); None: as stored.
     """
 
     def __init__(
@@ -100,11 +99,10 @@ class WeightStream:
         hf_config: Any,
         groups: Groups,
         bucket_bytes: int,
-        dtype: torch.dtype | None = None,
     ) -> None:
         self.table = parameter_table(model_shape(hf_config))
         self.groups, self.layout, self.coordinates = groups, groups.layout, groups.coordinates
-        self.chunks, self.dtype = chunks, dtype
+        self.chunks = chunks
         slots = find_slots(chunks, self.table, self.layout, self.coordinates)
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
         stages = all_gather_objects(held, self.layout.pp, groups.pp)
@@ -139,15 +137,14 @@ class WeightStream:
             dist.broadcast(content, source, group=self.groups.pp)
         return bucket
 
-    def _export_dtype(self, entry: Entry) -> torch.dtype:
-        stored = self._dtypes[entry.layer, entry.row.name]
-        return stored if self.dtype is None or entry.row.keep_fp32 else self.dtype
+    def _dtype(self, entry: Entry) -> torch.dtype:
+        return self._dtypes[entry.layer, entry.row.name]
 
     def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[BucketPlan, ...]:
         units = plan_units(self.table, self.layout, owners(stages))
 
         def exported(entry: Entry) -> int:
-            return self._export_dtype(entry).itemsize
+            return self._dtype(entry).itemsize
 
         return tuple(
             self._bucket_plan(bucket) for bucket in cut_buckets(units, bucket_bytes, exported)
@@ -155,7 +152,7 @@ class WeightStream:
 
     def _bucket_plan(self, units: list[Unit]) -> BucketPlan:
         layout = BucketLayout.plan(
-            (name, self._export_dtype(entry), shape)
+            (name, self._dtype(entry), shape)
             for unit in units
             for entry in unit.entries
             for name, shape in zip(entry.hf, entry.row.shapes)
@@ -207,7 +204,7 @@ class WeightStream:
     def _pack(self, slots: list[Slot]) -> tuple[Tensor, list[int]]:
         """This rank's shards, end to end (uint8), and the first byte of each."""
         layout = BucketLayout.plan(
-            (slot.entry.name, self._export_dtype(slot.entry), slot.tensor.shape) for slot in slots
+            (slot.entry.name, self._dtype(slot.entry), slot.tensor.shape) for slot in slots
         )
         flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
         copy_tensors((place.view(flat), slot.tensor) for place, slot in zip(layout.places, slots))

@@ -46,7 +46,7 @@ class _Counter:
 def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
     from mppo.checkpoint.checkpointer import Checkpointer
     from mppo.config.sections.trainer import TrainerConfig
-    from mppo.supervision.signals import StopRequest
+    from mppo.supervision.stop_request import StopRequest
 
     parts = {"counter": part or _Counter()}
     settings = TrainerConfig(**{"async_save": False, **trainer})

@@ -146,7 +146,7 @@ def _worker(
     """Run a rank's action; ``begun_RANK`` appears when other ranks know the phase it is in."""
     from mppo.parallel.launch import LaunchInfo
     from mppo.parallel.process_group import process_group
-    from mppo.supervision.cleanup_deadline import CleanupDeadline
+    from mppo.supervision.heartbeat import CleanupDeadline
     from mppo.supervision.phase import phase, step_done
 
     def report(error: BaseException) -> None:

@@ -98,7 +98,7 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
     device.prepare_megatron()
     from mppo.config.load import load_recipe
     from mppo.parallel.launch import LaunchInfo
-    from mppo.supervision.signals import listening
+    from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run
 

@@ -147,7 +147,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     """A run of two steps; a rank is asked to stop when a stage or phase of the second begins."""
     from mppo.config.load import load_recipe
     from mppo.supervision import stop_request
-    from mppo.supervision.signals import listening
+    from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
     from mppo.trainer.residency import RolePlacement
     from mppo.trainer.run import Run

@@ -128,7 +128,7 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
     device.prepare_megatron()
     from mppo.config.load import load_recipe
     from mppo.parallel.launch import LaunchInfo
-    from mppo.supervision.signals import listening
+    from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import iterate, sync_weights
     from mppo.trainer.run_setup import build_run
 

@@ -77,7 +77,7 @@ def test_which_errors_are_consequences():
 
 STOPPED = """
 import select, sys, time
-from mppo.supervision.awake_clock import AwakeClock
+from mppo.supervision.health import AwakeClock
 clock, begun = AwakeClock(0.1), time.monotonic()
 print("ready", flush=True)
 while not select.select([sys.stdin], [], [], 0.1)[0]:

@@ -15,12 +15,10 @@ from mppo.report.opening import opening_lines
 from mppo.safety.private import private_files
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision import exit_report, stop_request
-from mppo.supervision.cleanup_deadline import CleanupDeadline
-from mppo.supervision.heartbeat import Heartbeat
+from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
-from mppo.supervision.signals import listening
-from mppo.supervision.stop_request import StepInterrupted
+from mppo.supervision.stop_request import StepInterrupted, listening
 from mppo.trainer.failures import report_failure
 
 if TYPE_CHECKING:
