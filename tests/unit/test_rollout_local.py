@@ -11,6 +11,7 @@ from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local import decoding
 from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens
 
 SIZES = {
@@ -48,6 +49,9 @@ def _config(family: str) -> transformers.PretrainedConfig:
         "qwen2": lambda: transformers.Qwen2Config(**SIZES, **tied),
         "tied": lambda: transformers.Qwen2Config(**SIZES, **tied),
         "mistral": lambda: transformers.MistralConfig(**SIZES, **tied, sliding_window=9),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **SIZES, **tied, head_dim=16, sliding_window=9, attn_logit_softcapping=2.0
+        ),
         "llama": lambda: transformers.LlamaConfig(**SIZES, **tied),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, **tied, head_dim=16),
         "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
@@ -186,7 +190,16 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
         assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
-def test_the_cache_grows_past_its_first_block(engine_and_reference) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "deepseek_v3"])
+def test_long_prompts_are_read_in_pieces(engine_and_reference, family: str, monkeypatch) -> None:
+    monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 24)  # four columns of six prompts
+    engine, reference = engine_and_reference(family)
+    for t in engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 20, 0)).trajectories:
+        expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
+        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+
+
+def test_long_responses_have_transformers_logprobs(engine_and_reference) -> None:
     engine, reference = engine_and_reference("llama")
     engine.stop_tokens = ()
     for each in engine.generate(GenerationRequest(_prompts((3, 6)), SamplingConfig(), 300, seed=0)):

@@ -26,7 +26,6 @@ from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
-from mppo.rollout.local.row_attention import ATTENTION, set_windows
 from mppo.rollout.local.sampling import row_keys, skip_tokens
 from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
 from mppo.safety.input_files import read_json
@@ -150,9 +149,9 @@ class LocalEngine:
         self._batch_size, self._dtype = batch_size, dtype
         self.stop_tokens = stop_tokens(hf_folder, hf_config)
         family, computed = family_config(hf_config), compute_dtype(dtype, self._device)
-        self._model = empty_model(hf_config, computed, self._device, ATTENTION)
-        self._window = family.window_size
-        set_windows(self._model, family.layer_windows)
+        # torch's attention kernels have no soft-cap
+        attention = "sdpa" if family.attn_logit_softcap is None else "eager"
+        self._model = empty_model(hf_config, computed, self._device, attention)
         self._sink = ParameterSink(self._model, dtype)
         self._version: int | None = None
 
@@ -234,7 +233,6 @@ class LocalEngine:
             request.sampling,
             request.max_tokens - known_R,
             stops,
-            self._window,
         )
 
     def _loaded_version(self) -> int:
