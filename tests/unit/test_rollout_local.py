@@ -194,9 +194,9 @@ def test_finished_rows_leave_the_batch_without_changing_the_others(
 def test_long_prompts_are_read_in_pieces(engine_and_reference, family: str, monkeypatch) -> None:
     monkeypatch.setattr(decoding, "_PREFILL_TOKENS", 24)  # four columns of six prompts
     engine, reference = engine_and_reference(family)
-    for t in engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 20, 0)).trajectories:
-        expected = _logprobs(reference, _all_tokens(t))[-len(t.response_ids) :]
-        assert t.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+    for each in engine.generate(GenerationRequest(_prompts(), SamplingConfig(), 20, 0)):
+        expected = _logprobs(reference, _all_tokens(each))[-len(each.here.ids) :]
+        assert each.here.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
 
 
 def test_long_responses_have_transformers_logprobs(engine_and_reference) -> None:
