@@ -19,7 +19,7 @@ from mppo.parallel.launch import LaunchInfo
 from mppo.plan import add_plan_options, plan
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
-from mppo.supervision.rank_guard import RankGuard, start_guarded
+from mppo.supervision.rank_guard import start_guarded
 from mppo.trainer.start.checked_recipe import checked_recipe
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
@@ -43,7 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_machine(recipe, info)
     except ValueError as error:
         return exit_report.refuse_recipe(error, info.rank)
-    return _train(recipe, info, guard)
+    from mppo.supervision.heartbeat import AlreadyReported, no_early_success
+    from mppo.trainer.failures import is_bad_input, report_failure
+
+    try:
+        with no_early_success():
+            from mppo.trainer.start.session import train_and_export
+
+            return train_and_export(recipe, info, guard)
+    except ConfigError as error:
+        return exit_report.refuse_recipe(error, info.rank)
+    except AlreadyReported as reported:
+        cause = reported.__cause__
+        return 2 if cause is not None and is_bad_input(cause) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:  # also SystemExit, which a user's function may raise
+        report_failure(error, info, recipe)
+        return 2 if is_bad_input(error) else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,28 +103,6 @@ def _check_machine(recipe: Recipe, info: LaunchInfo) -> None:
     remark = check_versions()
     if remark and info.rank == 0:
         exit_report.say(remark)
-
-
-def _train(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
-    """Run, and report why it ends; the exit code."""
-    from mppo.supervision.heartbeat import AlreadyReported, no_early_success
-    from mppo.trainer.failures import is_bad_input, report_failure
-
-    try:
-        with no_early_success():
-            from mppo.trainer.start.session import train_and_export
-
-            return train_and_export(recipe, info, guard)
-    except ConfigError as error:
-        return exit_report.refuse_recipe(error, info.rank)
-    except AlreadyReported as reported:
-        cause = reported.__cause__
-        return 2 if cause is not None and is_bad_input(cause) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:  # also SystemExit, which a user's function may raise
-        report_failure(error, info, recipe)
-        return 2 if is_bad_input(error) else 1
 
 
 if __name__ == "__main__":
