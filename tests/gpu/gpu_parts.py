@@ -246,6 +246,7 @@ def large(folder: Path) -> str:
 
 
 def _measured(folder: Path, name: str) -> str:
+    from gpu_memory import PhasePeaks
     from gpu_trace import summary
     from small_checks import MEASURED, MEASURED_STEPS, measured_keys, steps_of
 
@@ -256,11 +257,13 @@ def _measured(folder: Path, name: str) -> str:
     keys = [*measured_keys(folder, name), "trainer.profile={steps: [2], ranks: [0]}"]
     if MEASURED_STEPS[name].replay:
         keys.append(f"trainer.replay={folder / 'run_responses'}")
-    code = main(["--config", str(MEASURED), *keys])
+    peaks = PhasePeaks()
+    with peaks:
+        code = main(["--config", str(MEASURED), *keys])
     assert code == 0, f"training ended with {code}"
     steps = steps_of(run)
     result = {
-        "peak_gib": max(step["perf/max_memory_allocated_gb"] for step in steps.values()),
+        "peaks_gib": peaks.gib,
         "reserved_gib": max(step["perf/max_memory_reserved_gb"] for step in steps.values()),
         "steps": steps,
         "stages": summary(run / "profile" / "step_2_rank_0.json.gz"),
@@ -268,7 +271,8 @@ def _measured(folder: Path, name: str) -> str:
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
     stages = ", ".join(
         f"{stage} {found['kernel_s']:.2f} of {found['seconds']:.2f} s in {found['kernels']} "
-        f"kernels, {found['waits']} waits"
+        f"kernels ({1e6 * found['kernel_s'] / found['kernels']:.0f} us each), "
+        f"{found['waits']} waits"
         for stage, found in result["stages"].items()
         if found["kernels"]
     )
@@ -276,7 +280,8 @@ def _measured(folder: Path, name: str) -> str:
     mfu = [f"{key[9:]} {value:.0%}" for key, value in last.items() if key.startswith("perf/mfu/")]
     return (
         f"{last['timing_s/step']:.2f} s per step (first {steps[1]['timing_s/step']:.2f}), "
-        f"peak {result['peak_gib']:.2f} GiB, MFU {', '.join(mfu)}; profiled: {stages}"
+        f"peak {max(peaks.gib.values(), default=0.0):.2f} GiB, MFU {', '.join(mfu)}; "
+        f"profiled: {stages}"
     )
 
 

@@ -219,8 +219,8 @@ def _end(process: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
     process.wait()
 
 
-def simulated_peak(log: str) -> tuple[float, str]:
-    """The highest peak among the phases that ``mppo-simulate`` printed, in GiB, and its phase.
+def simulated_peaks(log: str) -> dict[str, float]:
+    """The peaks in GiB that ``mppo-simulate`` printed, by phase.
 
     Raises:
         Mismatch: the log has no table of phases.
@@ -229,7 +229,12 @@ def simulated_peak(log: str) -> tuple[float, str]:
     if table is None:
         raise Mismatch("the simulation printed no peaks")
     rows = (re.match(r"(.+?) {2,}([\d.]+) ", f"{row} ") for row in table[1].splitlines())
-    return max((float(row[2]), row[1]) for row in rows if row is not None)
+    return {row[1]: float(row[2]) for row in rows if row is not None}
+
+
+def simulated_peak(log: str) -> tuple[float, str]:
+    """The highest of these peaks, and its phase."""
+    return max((peak, phase) for phase, peak in simulated_peaks(log).items())
 
 
 def simulated_counts(log: str, begins: str) -> tuple[int, int]:
