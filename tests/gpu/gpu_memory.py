@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ class PhasePeaks:
         self._inside = phase.current().rpartition(" > ")[2].partition(", step ")[0]
         self._tick()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> PhasePeaks:
         phase.tick = self._changed
         return self
 
