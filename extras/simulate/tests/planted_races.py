@@ -112,16 +112,16 @@ def weights_used_before_they_are_gathered() -> None:
 @planted("one role", 0)
 def weights_sent_before_they_are_gathered() -> None:
     from mppo.models.optimizer import RoleOptimizer
-    from mppo.models.role import Role
+    from mppo.trainer.update import role_update
 
-    await_weights, plain = RoleOptimizer.wait_for_weights, Role.forward_backward
+    await_weights, plain = RoleOptimizer.wait_for_weights, role_update.forward_backward
     RoleOptimizer.wait_for_weights = lambda self: None
 
-    def forward_backward(self: Any, mini_batch: Any) -> Any:
-        await_weights(self.optimizer)
-        return plain(self, mini_batch)
+    def forward_backward(role: Any, mini_batch: Any) -> Any:
+        await_weights(role.optimizer)
+        return plain(role, mini_batch)
 
-    Role.forward_backward = forward_backward
+    role_update.forward_backward = forward_backward
 
 
 @planted("two roles", 0)
