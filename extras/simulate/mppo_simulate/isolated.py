@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
@@ -61,7 +62,9 @@ def _started(function: Callable[..., Any], arguments: tuple) -> tuple[Any, Any]:
     receiver, sender = context.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
-    process = context.Process(target=_run, args=(sender, function, arguments), daemon=True)
+    process = context.Process(
+        target=_run, args=(sender, receiver, function, arguments), daemon=True
+    )
     process.start()
     sender.close()
     return process, receiver
@@ -90,7 +93,8 @@ def _pickled(value: Any) -> Any:
         raise TypeError(f"the result cannot be pickled, {error}") from error
 
 
-def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
+def _run(sender: Any, receiver: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    receiver.close()  # else an answer that nobody reads would wait for this process itself
     gc.freeze()  # the caller's modules: collections would visit and copy them
     try:
         answer = _pickled(function(*arguments))
@@ -99,7 +103,8 @@ def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
 
         what = f"while {current()}: {type(error).__name__}: {error}"
         answer = ForkingPickler.dumps((None, (what, "".join(traceback.format_exception(error)))))
-    sender.send_bytes(answer)
+    with suppress(BrokenPipeError):  # the calling process has ended
+        sender.send_bytes(answer)
     sender.close()
     sys.stdout.flush()
     os._exit(0)  # torch's own exit handlers would look for the GPU's driver

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from mppo_simulate.isolated import SimulationError, isolated, isolated_each
+from mppo_simulate.isolated import SimulationError, _started, isolated, isolated_each
 from mppo_simulate.together.matching import match
 from simulated_device import on_simulated_gpu
 
@@ -154,8 +155,14 @@ def test_the_ranks_before_a_failed_one_are_yielded():
         next(ranks)
 
 
-def test_a_rank_that_is_killed_is_an_error():
-    import os
+def test_a_rank_whose_caller_is_gone_ends():
+    """With a result that is larger than a pipe's buffer."""
+    process, receiver = _started(lambda: bytes(1 << 20), ())
+    receiver.close()
+    process.join(20)
+    assert process.exitcode == 0
 
+
+def test_a_rank_that_is_killed_is_an_error():
     with pytest.raises(SimulationError, match="ended with code 7"):
         isolated(lambda: os._exit(7))
