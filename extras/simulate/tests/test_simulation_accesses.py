@@ -70,13 +70,20 @@ MASKS = {
 ON_HOST = {
     "list": lambda x: torch.cat([x, x]),
     "list of a foreach operation": lambda x: torch._foreach_add([x], 1.0),
-    "array": lambda x: x.numpy(),
-    "array of another library": np.asarray,
+    "array's numbers": lambda x: x.numpy().tolist(),
+    "array's first number": lambda x: x.numpy()[0],
+    "array's items": lambda x: list(x.numpy()),
+    "array's bytes": lambda x: x.numpy().tobytes(),
+    "sum of an array": lambda x: x.numpy().sum(),
+    "view of an array": lambda x: (x.numpy().reshape(2, 4) + 1).tolist(),
+    "numbers of an array of another library": lambda x: np.asanyarray(x).tolist(),
     "numbers": lambda x: x.tolist(),
     "comparison": lambda x: torch.equal(x, torch.zeros(8)),
 }
 WRITES_ON_HOST = {
     "in place": lambda x: x.fill_(1.0),
+    "array": lambda x: x.numpy().__setitem__(0, 1.0),
+    "array in place": lambda x: np.add(1.0, 1.0, out=x.numpy()),
     "list in place": lambda x: torch._foreach_add_([x], 1.0),
     "output of a list": lambda x: torch.cat([torch.zeros(8)], out=x),
 }
@@ -135,6 +142,19 @@ def test_an_index_in_pinned_memory_is_read_by_the_gpu():
 
     (race,) = races(lambda index: new()[index], copied)
     assert "the compute stream reads at" in race
+
+
+def test_to_make_an_array_is_no_access():
+    """Megatron makes arrays of the splits of tokens before it waits for their copies."""
+
+    def used_later(x: torch.Tensor) -> None:
+        array = x.numpy()
+        torch.cuda.synchronize()
+        assert array.tolist() == [0.0] * 8
+        array[0] = 1.0
+        assert x[0].item() == 1.0
+
+    assert not races(used_later, lambda: new().to("cpu", non_blocking=True))
 
 
 def test_an_ordered_access_is_no_race():

@@ -17,6 +17,7 @@ from mppo.config.gpu_types import GpuType
 from mppo_simulate.gpu.counters import Counters
 from mppo_simulate.gpu.known_values import UnknownValue, known
 from mppo_simulate.gpu.ledger import Ledger, source_line
+from mppo_simulate.gpu.pinned_array import pinned_array
 from mppo_simulate.gpu.recorder import RankRecorder
 from mppo_simulate.gpu.streams import stream_functions
 
@@ -178,8 +179,10 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRe
         return plain_tolist(torch.ones(self.shape))
 
     def numpy(self: Tensor, **options: Any) -> Any:
-        recorder.host_touches([self], [])
-        return plain_numpy(self, **options)
+        array = plain_numpy(self, **options)
+        if not recorder.on or not recorder.is_pinned(self):
+            return array
+        return pinned_array(array, self, recorder.host_touches)
 
     def type_name(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None and self.device.type == "cuda":
