@@ -6,5 +6,9 @@ if [ -z "$python" ]; then
   python=python3
   [ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
 fi
+if ! command -v "$python" >/dev/null; then
+  echo "mppo: $python: no such interpreter; choose one with torch by MPPO_PYTHON" >&2
+  exit 2
+fi
 # the checks run mppo of this folder, with or without an installed one
 export PYTHONPATH=$root:$root/extras/simulate:$root/tests:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}

@@ -4,7 +4,7 @@
 
 They need no download: models have random weights. Results go into ``DIR/report.md``, which is
 written anew after every check, the output of each check into a log beside it. The exit code is 0 if
-all checks pass, 1 if one fails, 2 without 8 GPUs or SGLang.
+all checks pass, 1 if one fails, 2 without 8 GPUs, torch or SGLang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from gpu_inputs import PROMPT_LENGTH, QUESTIONS
-from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN
+from gpu_machine import HERE, NO_GPU, ROOT, TORCHRUN, TRAIN, torch_problem
 from gpu_report import Check, Mismatch, parser, report_checks, simulated_peak
 from small_checks import Place, schedules, small_checks
 
@@ -245,6 +245,9 @@ def judge_memory(folder: Path, name: str) -> str:
 
 def missing() -> str | None:
     """Why the checks cannot run on this machine; None: they can."""
+    why = torch_problem()
+    if why is not None:
+        return why
     import torch
 
     if os.environ.get("MPPO_DEVICE") == "cpu":

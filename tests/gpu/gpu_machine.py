@@ -18,6 +18,18 @@ PACKAGES = ("torch", "megatron-core", "transformers", "sglang", "transformer-eng
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+def torch_problem() -> str | None:
+    """Why this interpreter cannot run the checks; None: it has torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return (
+            f"{sys.executable} cannot import torch ({error}): install torch for CUDA "
+            "(docs/install.md), or choose an interpreter that has it by MPPO_PYTHON"
+        )
+    return None
+
+
 def describe_machine(commit: str = "") -> dict[str, str]:
     """GPUs, driver and versions; the commit is ``commit`` or, if that is empty, git's."""
 

@@ -6,7 +6,7 @@ Several ranks share the GPU (``MPPO_SHARE_GPU``), so that TP2 and PP2 execute CU
 that differ from the tested ones are recorded, not refused. ``DIR/report.md`` is written anew after
 every check. ``--device cpu`` runs the same checks on a CPU, to test them themselves.
 
-The exit code is 0 if all checks pass, 1 if one fails, 2 without a GPU.
+The exit code is 0 if all checks pass, 1 if one fails, 2 without a GPU or torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from gpu_machine import torch_problem
 from gpu_report import parser, report_checks
 from small_checks import Place, small_checks
 
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("tests/gpu/one_gpu.sh", __doc__ or "")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = options.parse_args(argv)
+    why = torch_problem()
+    if why is not None:
+        print(f"mppo: {why}", file=sys.stderr)
+        return 2
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -87,6 +87,31 @@ def test_without_gpus_the_script_ends_with_2_and_one_message(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("script", ["run_all.sh", "one_gpu.sh"])
+@pytest.mark.parametrize("torch_is", ["missing", "broken", "without python"])
+def test_without_torch_the_scripts_end_with_2_and_one_message(script, torch_is, tmp_path):
+    """In an interpreter without packages, in one whose torch lacks a library, and without any."""
+    python, libraries = tmp_path / "python", tmp_path / "libraries"
+    libraries.mkdir()
+    if torch_is != "without python":
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        python.chmod(0o755)
+    if torch_is == "broken":
+        (libraries / "torch.py").write_text("raise ImportError('libcudart.so.13: not found')")
+    run = subprocess.run(
+        [ROOT / "tests/gpu" / script, "--out", tmp_path / "out"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "MPPO_PYTHON": str(python), "PYTHONPATH": str(libraries)},
+    )  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("mppo: ")
+    assert "MPPO_PYTHON" in line
+    wanted = {"missing": "No module named 'torch'", "broken": "libcudart.so.13"}
+    assert wanted.get(torch_is, f"{python}: no such interpreter") in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_report_tells_what_passed_failed_and_why(tmp_path):
     def judge(folder: Path) -> str:
         raise Mismatch("3 instead of 4")

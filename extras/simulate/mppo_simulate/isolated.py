@@ -9,6 +9,8 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 A = TypeVar("A")
@@ -34,7 +36,8 @@ def isolated(function: Callable[..., R], *arguments: Any) -> R:
     The function's changes to its process, such as patches of torch, do not affect this process.
 
     Raises:
-        SimulationError: the function raised an error, or its process was killed.
+        SimulationError: the function raised an error, its result cannot be pickled, or its process
+            was killed.
     """
     return _result(*_started(function, arguments))
 
@@ -59,7 +62,9 @@ def _started(function: Callable[..., Any], arguments: tuple) -> tuple[Any, Any]:
     receiver, sender = context.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
-    process = context.Process(target=_run, args=(sender, function, arguments), daemon=True)
+    process = context.Process(
+        target=_run, args=(sender, receiver, function, arguments), daemon=True
+    )
     process.start()
     sender.close()
     return process, receiver
@@ -67,29 +72,39 @@ def _started(function: Callable[..., Any], arguments: tuple) -> tuple[Any, Any]:
 
 def _result(process: Any, receiver: Any) -> Any:
     try:
-        result = receiver.recv()
+        value, error = receiver.recv()
     except EOFError:
-        result = None
-    process.join()
-    if result is None:
+        process.join()
         why = f"the simulating process ended with code {process.exitcode}"
-        raise SimulationError(f"{why}; too little memory on this machine?", "")
-    value, error = result
+        raise SimulationError(f"{why}; too little memory on this machine?", "") from None
+    except Exception as problem:
+        what = f"the result cannot be unpickled, {problem}"
+        value, error = None, (what, "".join(traceback.format_exception(problem)))
+    process.join()
     if error is not None:
         raise SimulationError(*error)
     return value
 
 
-def _run(sender: Any, function: Callable[..., Any], arguments: tuple) -> None:
+def _pickled(value: Any) -> Any:
+    try:
+        return ForkingPickler.dumps((value, None))
+    except Exception as error:
+        raise TypeError(f"the result cannot be pickled, {error}") from error
+
+
+def _run(sender: Any, receiver: Any, function: Callable[..., Any], arguments: tuple) -> None:
+    receiver.close()  # else an answer that nobody reads would wait for this process itself
     gc.freeze()  # the caller's modules: collections would visit and copy them
     try:
-        result = function(*arguments), None
+        answer = _pickled(function(*arguments))
     except BaseException as error:  # the calling process reports all errors
         from mppo.supervision.phase import current
 
         what = f"while {current()}: {type(error).__name__}: {error}"
-        result = None, (what, "".join(traceback.format_exception(error)))
-    sender.send(result)
+        answer = ForkingPickler.dumps((None, (what, "".join(traceback.format_exception(error)))))
+    with suppress(BrokenPipeError):  # the calling process has ended
+        sender.send_bytes(answer)
     sender.close()
     sys.stdout.flush()
     os._exit(0)  # torch's own exit handlers would look for the GPU's driver

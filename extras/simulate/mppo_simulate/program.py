@@ -90,6 +90,7 @@ def _check_environment(options: Options) -> None:
     if options.transformer_engine is None and installed is not None and installed.origin:
         folder = Path(installed.origin).parents[1]
         raise ValueError(
-            "Transformer Engine is installed, and its kernels need a GPU: add --transformer-engine "
-            f"{folder}, which puts a stand-in under its Python (docs/simulation.md)"
+            "Transformer Engine is installed, and its kernels need a GPU: run mppo-simulate with "
+            f"--transformer-engine {folder}, which puts a stand-in under its Python "
+            "(docs/simulation.md)"
         )

@@ -252,6 +252,7 @@ def summary(case: RankCase, result: RankResult) -> dict[str, Any]:
             for p in result.phases
             if p.micro_batches
         },
+        "host_waits": {p.name: sum(p.waits.values()) for p in result.phases if p.micro_batches},
         "waiting": {p.name: {w.line: count for w, count in p.waits.items()} for p in result.phases},
         "planned": sum(use.role_bytes(name, table["generation"], ON_DEVICE) for name in use.parts),
         "whole": sum(m.resident for m in stages),

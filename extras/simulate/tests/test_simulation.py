@@ -16,8 +16,10 @@ from mppo_simulate.__main__ import main
 from mppo_simulate.case import RankCase
 from mppo_simulate.gpu.counters import Wait
 from mppo_simulate.gpu.ledger import Allocation, Ledger
+from mppo_simulate.gpu.te_stand_in import VERSION
 from mppo_simulate.inputs import longest_batch
 from mppo_simulate.moments import simulated_moments
+from mppo_simulate.program import simulate_stages
 from mppo_simulate.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
 from mppo_simulate.rank import PhaseResult, RankResult
 from mppo_simulate.timeline import write_memory_trace
@@ -258,7 +260,22 @@ def test_an_installed_transformer_engine_needs_its_stand_in(monkeypatch, capsys,
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert main([str(ROOT / "recipes/qwen2_7b_rm.yaml")]) == 2
-    assert f"add --transformer-engine {tmp_path}, which" in capsys.readouterr().err
+    cure = f"run mppo-simulate with --transformer-engine {tmp_path}, which"
+    assert cure in capsys.readouterr().err
+    assert simulate_stages(ROOT / "recipes/qwen2_7b_rm.yaml", (), None, None) == 2
+    assert cure in capsys.readouterr().err, "train.py --dry-run --simulate has no such option"
+
+
+def test_another_transformer_engine_than_the_given_one_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("MPPO_DEVICE", raising=False)
+    installed, given = tmp_path / "installed", tmp_path / "given"
+    (installed / "transformer_engine").mkdir(parents=True)
+    (installed / "transformer_engine" / "__init__.py").touch()
+    (given / f"transformer_engine-{VERSION}.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(installed)
+    recipe = str(ROOT / "recipes/qwen2_7b_rm.yaml")
+    assert main([recipe, "--transformer-engine", str(given)]) == 2
+    assert f"imports Transformer Engine from {installed}" in capsys.readouterr().err
 
 
 def test_a_dry_run_is_followed_by_a_simulation_of_every_stage():

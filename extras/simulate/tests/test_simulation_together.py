@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import planted_races  # noqa: F401  adds to MISTAKES
 import pytest
 import torch
 from mppo_simulate.gpu.accesses import Accesses
@@ -17,6 +18,7 @@ from mppo_simulate.gpu.clocks import Host, StreamClock
 from mppo_simulate.gpu.ledger import Allocation
 from mppo_simulate.records import RankRecord, Recorded
 from mppo_simulate.together.matching import match
+from planted_mistakes import MISTAKES
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 COMPUTE = "the compute stream"
@@ -125,6 +127,14 @@ def planted() -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return {row.pop("name"): row for row in map(json.loads, found.stdout.splitlines())}
+
+
+def test_every_planted_mistake_is_looked_for_and_documented():
+    assert set(FOUND) == set(MISTAKES)
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    table = page.partition("| planted | found as |\n")[2].partition("\n\n")[0]
+    _, *rows = table.splitlines()
+    assert len(rows) == len(FOUND)
 
 
 @pytest.mark.timeout(900)

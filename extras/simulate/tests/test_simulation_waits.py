@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mppo_simulate.gpu import cuda_namespace, torch_guard
-from mppo_simulate.gpu.counters import Counters
-from mppo_simulate.gpu.device_mode import SimulatedGpu
-from mppo_simulate.gpu.ledger import Ledger
-from mppo_simulate.gpu.recorder import RankRecorder
-from mppo_simulate.isolated import isolated
-
-from mppo.config.gpu_types import find_gpu
+from simulated_device import on_simulated_gpu
 
 CASES = {
     "copy of ordinary memory": (lambda x, n: torch.arange(n).to("cuda"), 1),
@@ -26,6 +19,9 @@ CASES = {
     ),
     "copy into ordinary memory": (lambda x, n: torch.empty(n).copy_(x, non_blocking=True), 1),
     "number": (lambda x, n: x[0].item(), 1),
+    "numbers": (lambda x, n: x.tolist(), 1),
+    "numbers in rows": (lambda x, n: x.view(2, 4).tolist(), 1),
+    "comparison": (lambda x, n: torch.equal(x, torch.zeros(n, device="cuda")), 1),
     "index on the GPU": (lambda x, n: x[torch.arange(n, device="cuda")], 0),
     "index on the host": (lambda x, n: x[torch.arange(n)], 1),
     "fill of a mask": (lambda x, n: x.masked_fill_(x > 0, 1.0), 0),
@@ -34,20 +30,9 @@ CASES = {
 }  # fmt: skip
 
 
-def waits_of(name: str) -> int:
-    ledger = Ledger(lambda: "phase")
-    counters = Counters(lambda: "phase")
-    recorder = RankRecorder(lambda: "phase", ledger, False)
-    torch_guard.install()
-    cuda_namespace.install(ledger, counters, recorder, find_gpu("h100-80gb"), 0, 8)
-    with SimulatedGpu(ledger, counters, recorder):
-        x = torch.zeros(8, device="cuda")
-        counters.clear()
-        CASES[name][0](x, 8)
-    return sum(counters.waits.values())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_an_access_waits_as_often_as_on_a_gpu(name, monkeypatch):
     monkeypatch.delenv("MPPO_DEVICE", raising=False)
-    assert isolated(waits_of, name) == CASES[name][1]
+    access, waits = CASES[name]
+    _, counted = on_simulated_gpu(lambda: access(torch.zeros(8, device="cuda"), 8))
+    assert counted == waits

@@ -27,6 +27,13 @@ _UNCHANGED = {"broadcast_", "send", "barrier"}
 _OF_PARTS = {"allgather_": 0, "reduce_scatter_": 1}
 """Operations between one tensor and a list with a part for every rank, which may differ in size,
 and which of the first two arguments the list is."""
+_AGREED = _OF_PARTS | {"gather_": 1, "scatter_": 0}
+"""Which of the first two arguments must have the same form on every rank, if not both."""
+_ROOTED = {"broadcast_": "from", "scatter_": "from", "reduce_": "to", "gather_": "to"}
+"""Operations with a root, and whether they go from it or to it."""
+_IN_PLACE = {"broadcast_": True, "reduce_": False}
+"""Operations on one tensor, and whether the root reads it and the others write it, or the other way
+round."""
 
 
 def run_collective(
@@ -82,7 +89,7 @@ def record_communication(recorder: RankRecorder, func: Any, args: tuple, kwargs:
     given = dict(zip(names, args)) | kwargs
     lists = [[x for x in tree_flatten(a)[0] if isinstance(x, Tensor)] for a in args[:2]]
     tensors = [x for found in lists for x in found]
-    agreed = tensors if operation not in _OF_PARTS else lists[_OF_PARTS[operation]]
+    agreed = tensors if operation not in _AGREED else lists[_AGREED[operation]]
     forms: list[tuple[Any, ...]] = [
         (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in agreed
     ]
@@ -92,10 +99,12 @@ def record_communication(recorder: RankRecorder, func: Any, args: tuple, kwargs:
         read, written = (tensors, []) if operation == "send" else ([], tensors)
     else:
         kind, (written, read) = "collective", lists
-        if operation == "broadcast_" and group is not None:
+        if operation in _ROOTED and group is not None:
             root = given["root_rank"]
-            forms.append(("from", root))
-            read, written = (written, []) if group.rank() == root else ([], written)
+            forms.append((_ROOTED[operation], root))
+            if operation in _IN_PLACE:
+                sends = (group.rank() == root) is _IN_PLACE[operation]
+                read, written = (written, []) if sends else ([], written)
         if operation == "alltoall_base_":
             size = group.size() if group is not None else 1
             splits = tuple(
@@ -192,7 +201,7 @@ def _reduce(x: FakeTensor, size: int, reduction: str) -> None:
         return
     if reduction == "SUM":
         value.mul_(size)
-    elif reduction not in ("MAX", "MIN"):
+    elif reduction not in ("MAX", "MIN", "AVG"):
         forget([x])
 
 

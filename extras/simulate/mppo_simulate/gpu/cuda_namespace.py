@@ -17,6 +17,7 @@ from mppo.config.gpu_types import GpuType
 from mppo_simulate.gpu.counters import Counters
 from mppo_simulate.gpu.known_values import UnknownValue, known
 from mppo_simulate.gpu.ledger import Ledger, source_line
+from mppo_simulate.gpu.pinned_array import pinned_array
 from mppo_simulate.gpu.recorder import RankRecorder
 from mppo_simulate.gpu.streams import stream_functions
 
@@ -156,7 +157,7 @@ def _cuda_functions(ledger: Ledger, gpu: GpuType, device: int, devices: int) -> 
 
 
 def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRecorder) -> None:
-    plain_tolist, plain_type = Tensor.tolist, Tensor.type
+    plain_tolist, plain_type, plain_numpy = Tensor.tolist, Tensor.type, Tensor.numpy
     plain_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     plain_resize = torch.UntypedStorage.resize_
 
@@ -164,6 +165,8 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRe
         if not isinstance(self, FakeTensor):
             recorder.host_touches([self], [])
             return plain_tolist(self)
+        recorder.launch()
+        recorder.touch([self], [])
         counters.wait("tolist")
         value = known(self)
         if value is not None:
@@ -174,6 +177,12 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRe
             )
         counters.unknown[source_line()] += 1
         return plain_tolist(torch.ones(self.shape))
+
+    def numpy(self: Tensor, **options: Any) -> Any:
+        array = plain_numpy(self, **options)
+        if not recorder.on or not recorder.is_pinned(self):
+            return array
+        return pinned_array(array, self, recorder.host_touches)
 
     def type_name(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None and self.device.type == "cuda":
@@ -191,6 +200,8 @@ def _replace_tensor_methods(ledger: Ledger, counters: Counters, recorder: RankRe
 
     replaced: Any = Tensor
     replaced.tolist, replaced.type, replaced.data_ptr = tolist, type_name, data_ptr
+    replaced.numpy = numpy
+    FakeTensor.tolist = tolist  # pyright: ignore[reportAttributeAccessIssue]  torch's reads each number
     replaced.cuda = lambda self, *args, **kwargs: self.to("cuda")
     replaced.pin_memory = lambda self, *args: self
     replaced.is_pinned = lambda self, *args: False

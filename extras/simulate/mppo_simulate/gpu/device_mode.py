@@ -13,6 +13,7 @@ Fake tensors have no values. If the host reads one:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class SimulatedGpu(TorchDispatchMode):
                 return self._run(_FILLING[func], (x, mask, value), {}, [x, mask])
             for x in (*args[1], *args[2:3]):
                 if isinstance(x, Tensor) and not isinstance(x, FakeTensor):
-                    self.counters.wait("copy from host")  # torch moves it to the GPU
+                    self.recorder.launch()  # torch moves it to the GPU
+                    self._reads_host(x, waits=True)
             args = (args[0], self._positions(args[1]), *args[2:])
             fakes = fake_arguments(args, kwargs)
         return self._run(func, args, kwargs, fakes)
@@ -130,7 +132,8 @@ class SimulatedGpu(TorchDispatchMode):
         if not func.is_view:
             changed = list(written(func, args, kwargs)) if func._schema.is_mutable else []
             kept = {id(x) for x in changed}
-            self.recorder.host_touches((x for x in args if id(x) not in kept), changed)
+            given = (x for x in tensors_of((*args, *kwargs.values())) if id(x) not in kept)
+            self.recorder.host_touches(given, changed)
         if func is torch.ops.c10d.alltoall_base_.default:
             # what other ranks send is not simulated, and the fake process group refuses such sizes
             args[0].zero_()
@@ -222,7 +225,7 @@ class SimulatedGpu(TorchDispatchMode):
             if not isinstance(index, FakeTensor) or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
                 continue
-            self.counters.wait("mask")
+            self._host_reads(index, "mask")
             mask = known(index)
             if mask is None:
                 shape = tuple(index.shape)
@@ -235,10 +238,14 @@ class SimulatedGpu(TorchDispatchMode):
         self._note(out, x)
         return out
 
-    def _read_item(self, x: FakeTensor) -> Any:
+    def _host_reads(self, x: Any, why: str) -> None:
+        """Note that the host waits until a kernel has read a tensor, or several."""
         self.recorder.launch()
-        self.recorder.touch([x], [])
-        self.counters.wait("item")
+        self.recorder.touch(tensors_of([x]), [])
+        self.counters.wait(why)
+
+    def _read_item(self, x: FakeTensor) -> Any:
+        self._host_reads(x, "item")
         value = known(x)
         if value is not None:
             return value.item()
@@ -248,7 +255,7 @@ class SimulatedGpu(TorchDispatchMode):
         return 1.0
 
     def _compare(self, x: Tensor, other: Tensor) -> bool:
-        self.counters.wait("equal")
+        self._host_reads([x, other], "equal")
         found = [known(t) if isinstance(t, FakeTensor) else t for t in (x, other)]
         if found[0] is None or found[1] is None:
             raise UnknownValue(f"the host compares tensors that only a GPU has, {source_line()}")
@@ -336,10 +343,14 @@ def fills_mask(args: tuple) -> bool:
 
 def fake_arguments(args: Any, kwargs: Any) -> list[FakeTensor]:
     """List the simulated tensors among an operation's arguments, also those in lists."""
-    found = []
-    for x in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(x, FakeTensor):
-            found.append(x)
+    given = (*args, *kwargs.values()) if kwargs else args
+    return [x for x in tensors_of(given) if isinstance(x, FakeTensor)]
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among some values, also those in lists."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
         elif isinstance(x, list | tuple):
-            found.extend(y for y in tree_flatten(x)[0] if isinstance(y, FakeTensor))
-    return found
+            yield from (y for y in tree_flatten(x)[0] if isinstance(y, Tensor))

@@ -212,9 +212,9 @@ class RankRecorder:
         self.touch(read, written, actor)
         self._started = dict(actor.clock), index
 
-    def objects(self, operation: str, group: dist.ProcessGroup | None) -> None:
+    def objects(self, operation: str, group: dist.ProcessGroup | None, form: tuple = ()) -> None:
         """Record an exchange of Python objects, for which the host waits."""
-        self.communicate("collective", operation, group, (), [], [], on_host=True)
+        self.communicate("collective", operation, group, form, [], [], on_host=True)
         self.host_waits_until(self._started)
 
     def register(self, work: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import types
@@ -85,7 +86,8 @@ def install(folder: Path) -> None:
             onnxscript, onnx, onnx_ir and ml_dtypes, which it imports.
 
     Raises:
-        ValueError: the folder does not contain version ``VERSION`` of transformer-engine.
+        ValueError: the folder does not contain version ``VERSION`` of transformer-engine, or Python
+            finds another one first.
     """
     found = sorted(folder.glob("transformer_engine-*.dist-info"))
     if [path.name for path in found] != [f"transformer_engine-{VERSION}.dist-info"]:
@@ -93,6 +95,12 @@ def install(folder: Path) -> None:
             f"{folder}: holds {', '.join(p.name for p in found) or 'no transformer-engine'}; "
             f"pip install --no-deps --target {folder} transformer-engine=={VERSION} onnxscript "
             "onnx onnx_ir ml_dtypes"
+        )
+    installed = importlib.util.find_spec("transformer_engine")
+    if installed is not None and folder.resolve() not in Path(installed.origin or "").parents:
+        raise ValueError(
+            f"{folder}: Python imports Transformer Engine from {installed.origin} instead; give "
+            "the folder of that one"
         )
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then the package loads no shared library
     sys.path.append(str(folder))

@@ -47,7 +47,9 @@ def install(rank: int, world_size: int, counters: Counters, recorder: RankRecord
         objects: list[Any], src: Any = None, group: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         counters.count_wait("objects")
-        recorder.objects("broadcast_object_list", group)
+        among: Any = group or dist.group.WORLD
+        root = kwargs.get("group_src") or 0 if src is None else dist.get_group_rank(among, src)
+        recorder.objects("broadcast_object_list", group, (("from", root),))
 
     for module in (dist, distributed_c10d):
         replaced: Any = module
