@@ -256,8 +256,13 @@ class PendingStatistics:
         return dict(zip(self.names, sums, strict=True))
 
 
-def step_together(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, StepResult]:
-    """:func:`take_steps`, and wait for the weights."""
+def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
+    """Compute the gradient norms of several roles, then call ``take_steps``."""
+    norms = {}
+    for role in roles:
+        assert role.optimizer is not None, f"{role.name} is frozen"
+        with role.groups.active():
+            norms[role.name] = role.optimizer.start_norm().wait()
     results = take_steps(roles, norms)
     for role in roles:
         assert role.optimizer is not None

@@ -149,12 +149,23 @@ class StreamedRole:
 
     def norm(self, mini_batch: int) -> None:
         """Complete the gradient as Megatron does; start to sum its norm and the statistics."""
-        run, role = self._start_once(mini_batch), self.role
-        with role.groups.active():
-            finalize_gradients(self._chunks, None)
+        run = self._complete(mini_batch)
+        with self.role.groups.active():
             norm = self._optimizer.start_norm()
-        statistics = role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
-        self._running, self._pending = None, (norm, statistics)
+        self._pending = norm, self._start_statistics(run)
+
+    def statistics(self) -> dict[str, float]:
+        """Complete the gradient of the only mini-batch; its summed statistics. Collective."""
+        return self._start_statistics(self._complete(0)).wait()
+
+    def _complete(self, mini_batch: int) -> _RunningMiniBatch:
+        run, self._running = self._start_once(mini_batch), None
+        with self.role.groups.active():
+            finalize_gradients(self._chunks, None)
+        return run
+
+    def _start_statistics(self, run: _RunningMiniBatch) -> PendingStatistics:
+        return self.role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
         """Wait for the sums that ``norm`` started, and set the role's ``loss``.
@@ -209,24 +220,19 @@ class StreamedRole:
         )
 
 
-def forward_backward(role: Role, mini_batch: MiniBatch) -> tuple[float, dict[str, float]]:
+def forward_backward(role: Role, mini_batch: MiniBatch) -> dict[str, float]:
     """Compute the gradient of one mini-batch, and set the role's ``loss``. Collective.
 
     Returns:
-        The gradient's norm and the summed statistics, the same on every rank.
+        The summed statistics, the same on every rank.
     """
     batch, plan = mini_batch.batch, mini_batch.plan
     if role.routing and role.routing.needs_record(batch, plan):
         record_choices(role, batch, plan)
-    found: list[tuple[float, dict[str, float], bool]] = []
-
-    def keep(*step: object) -> bool:
-        found.append(work.wait())
-        return True
-
     work, links = StreamedRole(role, deque([mini_batch]), alone=True), Links([role.groups])
     passes = RoleWork(role.name, (len(plan[0]),), chunks=role.layout.vpp)
     schedule, _ = checked_schedule("sequential", (passes,), role.layout.pp)
-    carry_out(schedule.lists[links.stage], {role.name: work}, links, step=keep)
-    ((norm, statistics, _),) = found
-    return norm, statistics
+    actions = schedule.lists[links.stage]
+    passes_only = [action for action in actions if action.kind not in ("norm", "step")]
+    carry_out(passes_only, {role.name: work}, links)
+    return work.statistics()

@@ -131,8 +131,8 @@ def carry_out(
                     role.norm(i)
                 case "step":
                     assert step is not None
+                    assert rest_after is not None
                     if not step(action.role, i):
-                        assert rest_after is not None
                         remaining, position, finished = rest_after(position - 1), 0, False
     links.finish()
     return finished

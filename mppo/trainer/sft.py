@@ -118,8 +118,8 @@ def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
     role.optimizer.advance()
     objective = NegativeLogLikelihood(batch, weight_T)
     mini_batch = MiniBatch(batch, role.plan(batch, training=True), objective)
-    norm, statistics = forward_backward(role, mini_batch)
-    return statistics["loss"], step_together([role], {role.name: norm})[role.name]
+    statistics = forward_backward(role, mini_batch)
+    return statistics["loss"], step_together([role])[role.name]
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,8 @@ def train_step(role, mini_batch):
     from mppo.models.role import step_together
     from mppo.models.streamed_role import forward_backward
 
-    norm, statistics = forward_backward(role, mini_batch)
-    return statistics, step_together([role], {role.name: norm})[role.name]
+    statistics = forward_backward(role, mini_batch)
+    return statistics, step_together([role])[role.name]
 
 
 def everywhere(x_T: torch.Tensor, batch: Batch) -> torch.Tensor:

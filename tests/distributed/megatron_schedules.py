@@ -24,7 +24,7 @@ def megatron_schedules() -> Iterator[None]:
         role_update.forward_backward, StreamedForward.run = plain, plain_run
 
 
-def _forward_backward(role, mini_batch) -> tuple[float, dict[str, float]]:
+def _forward_backward(role, mini_batch) -> dict[str, float]:
     """See ``mppo.models.streamed_role.forward_backward``."""
     from mppo.models.stage import forward_step_function
     from mppo.models.streamed_forward import record_choices
@@ -41,8 +41,7 @@ def _forward_backward(role, mini_batch) -> tuple[float, dict[str, float]]:
             role.routing.before_update(batch, plan, microbatches)
         head = partial(role.head, batch=batch, inputs=mini_batch.inputs)
         parts = _run(role.chunks, microbatches, forward_step_function(head, objective), role)
-        statistics = role.start_statistics(parts, objective.statistics).wait()
-        return role.optimizer.start_norm().wait(), statistics
+    return role.start_statistics(parts, objective.statistics).wait()
 
 
 def _forward(passes) -> None:

@@ -47,7 +47,9 @@ def pending_gathers(case: Case, folder, registry) -> list[bool]:
     role, batch = build_role(case, folder, registry), batch_of()
     plan = role.plan(batch, training=True)
     role.optimizer.advance()
-    norm, _ = forward_backward(role, MiniBatch(batch, plan, objective(batch)))
+    forward_backward(role, MiniBatch(batch, plan, objective(batch)))
+    with role.groups.active():
+        norm = role.optimizer.start_norm().wait()
     take_steps([role], {role.name: norm})
 
     def pending() -> bool:

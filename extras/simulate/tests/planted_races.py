@@ -164,13 +164,19 @@ def message_buffer_reused_before_it_is_sent() -> None:
 @planted("interleaved", 0, 1, early=True)
 def outputs_freed_while_they_are_sent() -> None:
     from mppo.models import configuration
-    from mppo.trainer.update import phase
+    from mppo.pipeline.links import Links
 
-    phase.schedule_kind = lambda recipe: "sequential"  # in which Megatron frees them
     plain = configuration.fields_set
     configuration.fields_set = lambda *args, **kwargs: {
         **plain(*args, **kwargs), "deallocate_pipeline_outputs": True,
     }  # fmt: skip
+    send = Links.send_output
+
+    def send_output(self: Any, message: Any) -> None:
+        send(self, message)
+        message.data = message.new_empty(1)
+
+    Links.send_output = send_output
 
 
 @planted("one role", 2)

@@ -146,15 +146,13 @@ class UpdatePhase:
                 stop_request.sync_between_updates(done, len(rounds), began)
             updates = [update for update in group if i < len(update.mini_batches)]
             self._enter(updates[0].role.name)
-            norms: dict[str, float] = {}
             for update in updates:
-                name, sequences = update.role.name, tuple(update.mini_batches[i])
-                with phase(f"updating {name}", self.step), update.timing():
-                    norms[name] = update.run_once(self.experience.old.batch, sequences)
+                with phase(f"updating {update.role.name}", self.step), update.timing():
+                    update.run_once(self.experience.old.batch, tuple(update.mini_batches[i]))
             for together in [updates] if self._align else [[update] for update in updates]:
                 names = " and ".join(update.role.name for update in together)
                 with phase(f"stepping {names}", self.step):
-                    self._step(together, norms, i)
+                    self._step(together, i)
 
     def _enter(self, role: str) -> None:
         """Bring the role's parts to the device for its update, if they are not there."""
@@ -251,14 +249,12 @@ class UpdatePhase:
             chosen += [order[i : i + per_mini_batch] for i in range(0, len(order), per_mini_batch)]
         return chosen
 
-    def _step(
-        self, updates: Sequence[RoleUpdate], norms: Mapping[str, float], mini_batch: int
-    ) -> None:
+    def _step(self, updates: Sequence[RoleUpdate], mini_batch: int) -> None:
         """Take the roles' optimizer steps together, or skip all of them if one is not finite."""
         start = time.perf_counter()
-        mine = {update.role.name: norms[update.role.name] for update in updates}
-        results = step_together([update.role for update in updates], mine)
+        results = step_together([update.role for update in updates])
         for update in updates:
+            update.norms.append(results[update.role.name].grad_norm)
             update.seconds += (time.perf_counter() - start) / len(updates)
         self._count_skipped(results, mini_batch)
 

@@ -95,13 +95,10 @@ class RoleUpdate:
         self.tokens += int(share.lengths_B[chosen].sum())
         return MiniBatch(share, plan, objective, inputs)
 
-    def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> float:
-        """Compute the gradient of one mini-batch, and return its norm. Collective."""
+    def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
+        """Compute the gradient of one mini-batch. Collective."""
         mini_batch = self.mini_batch(batch, self.planned(batch, sequences))
-        norm, statistics = forward_backward(self.role, mini_batch)
-        self.norms.append(norm)
-        self.stats.append(statistics)
-        return norm
+        self.stats.append(forward_backward(self.role, mini_batch))
 
     @contextmanager
     def timing(self) -> Iterator[None]:

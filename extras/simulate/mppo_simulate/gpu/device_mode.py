@@ -132,7 +132,7 @@ class SimulatedGpu(TorchDispatchMode):
         if not func.is_view:
             changed = list(written(func, args, kwargs)) if func._schema.is_mutable else []
             kept = {id(x) for x in changed}
-            given = (x for x in tensors_of((*args, *kwargs.values())) if id(x) not in kept)
+            given = (x for x in nested_tensors((*args, *kwargs.values())) if id(x) not in kept)
             self.recorder.host_touches(given, changed)
         if func is torch.ops.c10d.alltoall_base_.default:
             # what other ranks send is not simulated, and the fake process group refuses such sizes
@@ -241,7 +241,7 @@ class SimulatedGpu(TorchDispatchMode):
     def _host_reads(self, x: Any, why: str) -> None:
         """Note that the host waits until a kernel has read a tensor, or several."""
         self.recorder.launch()
-        self.recorder.touch(tensors_of([x]), [])
+        self.recorder.touch(nested_tensors([x]), [])
         self.counters.wait(why)
 
     def _read_item(self, x: FakeTensor) -> Any:
@@ -344,10 +344,10 @@ def fills_mask(args: tuple) -> bool:
 def fake_arguments(args: Any, kwargs: Any) -> list[FakeTensor]:
     """List the simulated tensors among an operation's arguments, also those in lists."""
     given = (*args, *kwargs.values()) if kwargs else args
-    return [x for x in tensors_of(given) if isinstance(x, FakeTensor)]
+    return [x for x in nested_tensors(given) if isinstance(x, FakeTensor)]
 
 
-def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+def nested_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among some values, also those in lists."""
     for x in values:
         if isinstance(x, Tensor):
