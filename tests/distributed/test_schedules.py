@@ -17,6 +17,8 @@ from ordered_messages import ordered_messages
 
 from mppo.report.html.timelines import newest_timelines
 
+pytestmark = pytest.mark.timeout(2400)  # one fixture runs all cases, also on a loaded machine
+
 COMMON = [
     "model.dtype=float32",
     "rollout.n=1",

@@ -122,13 +122,13 @@ def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
     return {row.pop("name"): row for row in map(json.loads, found.stdout.splitlines())}
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [*FIRST, *LAST])
 def test_a_recipe_runs_and_holds_what_the_plan_says(name, simulated):
     check(simulated[name], WAITS[WITHOUT][name])
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recipe_runs_with_transformer_engine(name, simulated_with_te):
     check(simulated_with_te[name], WAITS[WITH][name])
@@ -143,13 +143,13 @@ def check(found: dict[str, Any], waits: dict[str, int]) -> None:
     assert found["host_waits"] == waits, found["waiting"]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [*FIRST, *LAST, STORED])
 def test_the_plan_knows_the_peak_of_every_phase(name, simulated):
     check_peaks(simulated[name])
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [*KINDS, STORED])
 def test_the_plan_knows_the_peak_of_every_phase_with_transformer_engine(name, simulated_with_te):
     check_peaks(simulated_with_te[name])
@@ -168,7 +168,7 @@ def check_peaks(found: dict[str, Any]) -> None:
     assert allocated == pytest.approx(planned, rel=0.01)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", [INTERLEAVED, SEQUENTIAL])
 def test_the_plan_counts_what_an_interleaved_pipeline_keeps(name, simulated):
     """Outputs of all chunks in an update, messages and their communicators; after it, nothing."""
@@ -182,7 +182,7 @@ def test_the_plan_counts_what_an_interleaved_pipeline_keeps(name, simulated):
     assert not any(found["held"].get(phase, 0) for phase in phases), found["held"]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_recipe_fits_its_gpus_in_every_phase(name, simulated):
     """With the parts on the GPU that the plan leaves there, at the recipe's full depth, which costs
@@ -303,7 +303,7 @@ def test_the_plan_knows_what_a_reward_model_holds(simulated):
     assert found["peaks"][phase] == pytest.approx(found["planned_peaks"][phase], rel=0.05)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", FULL)
 def test_quick_mode_agrees_with_the_full_run(name, simulated):
     full, quick = simulated[f"full:{name}"], simulated[f"quick:{name}"]

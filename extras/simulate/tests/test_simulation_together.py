@@ -137,13 +137,13 @@ def test_every_planted_mistake_is_looked_for_and_documented():
     assert len(rows) == len(FOUND)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_without_a_mistake_match_and_are_ordered(name, planted):
     assert planted[name] == {"mismatches": [], "races": [], "hangs": []}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_planted_mistake_is_found_at_its_place(name, planted):
     kind, *words = FOUND[name]
