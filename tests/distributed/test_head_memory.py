@@ -34,8 +34,6 @@ class LargestTensor(TorchDispatchMode):
 def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     """Bytes of the largest tensor in the forward and backward passes over one micro-batch."""
     from mppo.models.role_spec import MiniBatch
-    from mppo.models.streamed_forward import forward
-    from mppo.models.streamed_role import forward_backward
 
     role = build_role(case, folder, registry)
     batch = batch_of(SEQUENCES, LONGEST)
@@ -43,11 +41,11 @@ def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     assert len(measuring) == len(training) == 1
     found = {}
     with LargestTensor() as seen:
-        forward(role, batch, measuring)
+        role.forward(batch, measuring)
     found["measuring"] = seen.bytes
     role.optimizer.advance()
     with LargestTensor() as seen:
-        forward_backward(role, MiniBatch(batch, training, objective(batch)))
+        role.forward_backward(MiniBatch(batch, training, objective(batch)))
     found["training"] = seen.bytes
     return found
 

@@ -236,15 +236,15 @@ def bucket_broadcast_from_another_stage() -> None:
 
 @planted("one role", 2)
 def fewer_micro_batches_on_a_stage() -> None:
-    from mppo.trainer.update import role_update
+    from mppo.models.role import Role
 
-    plain = role_update.forward_backward
+    plain = Role.cut
 
-    def forward_backward(role: Any, mini_batch: Any) -> Any:
-        joined = [[[*chain(*part)]] if len(part) == 2 else part for part in mini_batch.plan]
-        return plain(role, replace(mini_batch, plan=joined))
+    def cut(self: Any, batch: Any, plan: Any) -> Any:
+        joined = [[[*chain(*part)]] if len(part) == 2 else part for part in plan]
+        return plain(self, batch, joined)
 
-    role_update.forward_backward = forward_backward
+    Role.cut = cut
 
 
 @planted("mixture", 1)
