@@ -167,6 +167,7 @@ def measuring(role, tokens: int) -> Callable[[], object]:
     from mppo.batch.episode import Episode, EpisodeTokens
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
+    from mppo.models.streamed_forward import forward
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(
@@ -180,7 +181,7 @@ def measuring(role, tokens: int) -> Callable[[], object]:
     ]
     batch = pack_episodes(episodes)
     plan = role.plan(batch, training=False)
-    return lambda: role.forward(batch, plan)
+    return lambda: forward(role, batch, plan)
 
 
 def copy_time(source: Path, target: Path) -> float:

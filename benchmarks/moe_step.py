@@ -109,8 +109,10 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the batch."""
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward_backward
 
-    role.forward(batch, role.plan(batch, training=False))
+    forward(role, batch, role.plan(batch, training=False))
     plan = role.plan(batch, training=True)
 
     def objective(outputs, indices):
@@ -118,7 +120,7 @@ def make_update(role, batch) -> Callable[[], object]:
         return loss, {"loss": loss.detach()}
 
     objective.statistics = ("loss",)
-    return lambda: role.forward_backward(MiniBatch(batch, plan, objective))
+    return lambda: forward_backward(role, MiniBatch(batch, plan, objective))
 
 
 def as_chosen(role, batch):
@@ -190,6 +192,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     make_update(role, make_batch([256]))()
     before = peak_bytes()
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_role import forward_backward
 
     batch = make_batch([length])
     plan = role.plan(batch, training=True)
@@ -199,7 +202,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
         return loss, {"loss": loss.detach()}
 
     objective.statistics = ("loss",)
-    role.forward_backward(MiniBatch(batch, plan, objective))
+    forward_backward(role, MiniBatch(batch, plan, objective))
     (folder / f"memory_{world}_{rank}").write_text(str(peak_bytes() - before))
     dist.destroy_process_group()
 

@@ -1,12 +1,11 @@
-"""A role: a model in its own layout, with forward pass, gradient and optimizer step."""
+"""A role: a model in its own layout, with its optimizer step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,18 @@ from mppo.batch.batch import Sequences
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
-from mppo.models.heads.outputs import HeadOutputs, num_outputs, unstack_outputs
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.moe.construction import freeze_routers
 from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
-from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, PassInputs, RoleSpec
+from mppo.models.role_spec import TOKENS_ONLY, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
-from mppo.models.stage import Stage, build_stages, run_chunk
-from mppo.models.work_share import PassMoves, fetch_share, output_rows, return_home, sum_states
+from mppo.models.stage import Stage, build_stages
+from mppo.models.work_share import PassMoves, fetch_share
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
-from mppo.pipeline.sequential import run_pipeline
 from mppo.weights.blocks import padded_vocab_size
 
 
@@ -130,53 +127,6 @@ class Role:
         """1 on the tokens for which the head gives a value or log-probability, float32 ``[T]``."""
         return batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
 
-    @torch.no_grad()
-    def forward(
-        self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
-    ) -> HeadOutputs:
-        """Compute the head's outputs for a batch, without gradients. Collective.
-
-        Args:
-            batch: holds the sequences that this rank works on (:meth:`fetch`).
-            plan: micro-batches for every data-parallel rank.
-            inputs: inputs of the pass besides the tokens.
-
-        Returns:
-            Outputs on the tokens of the sequences that are at home on this rank, float32 ``[T]`` on
-            the CPU, zero outside responses and for sequences that are not in the plan.
-        """
-        compute = partial(self.head, batch=batch, inputs=inputs)
-        microbatches, parts = self._forward(batch, plan, compute)
-        return self.return_outputs(batch, plan, microbatches, parts, inputs)
-
-    @torch.no_grad()
-    def forward_with_states(
-        self, batch: Sequences, plan: MicroBatchPlan
-    ) -> tuple[HeadOutputs, Tensor]:
-        """Compute the outputs of :meth:`forward` and the hidden states that predict responses.
-
-        Returns:
-            The head's outputs; and, for each response token, the hidden state that predicts it,
-            ``[T, hidden]`` in the parameters' dtype; both on the tokens at home on this rank.
-        """
-
-        def outputs_and_states(
-            hidden: Tensor, microbatch: MicroBatch
-        ) -> tuple[HeadOutputs, Tensor]:
-            outputs = self.head(hidden, microbatch, batch, TOKENS_ONLY)
-            return outputs, self.head.predicting_states(hidden, microbatch).cpu()
-
-        microbatches, parts = self._forward(batch, plan, outputs_and_states)
-        outputs = [part for part, _ in parts]
-        home = self.return_outputs(batch, plan, microbatches, outputs, TOKENS_ONLY)
-        hidden_T = torch.zeros(len(batch.tokens_T), self.config.hidden_size, dtype=self.spec.dtype)
-        if self.groups.is_last_stage and self.groups.coordinates.tp == 0:
-            for microbatch, (_, hidden_N) in zip(microbatches, parts):
-                hidden_T[microbatch.predicted_in(batch)] = hidden_N
-            if self.layout.cp > 1:
-                sum_states(hidden_T, self.groups.cp)
-        return home, return_home(batch, PassMoves(self.layout, plan, batch), hidden_T)
-
     def fetch(
         self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
     ) -> tuple[Sequences, PassInputs]:
@@ -186,37 +136,6 @@ class Role:
             batch = self.routing.identified(batch)
             layers = self.routing.replayed_layers(batch)
         return fetch_share(batch, PassMoves(self.layout, plan, batch), inputs, layers)
-
-    def return_outputs(
-        self,
-        batch: Sequences,
-        plan: MicroBatchPlan,
-        microbatches: Sequence[MicroBatch],
-        parts: Sequence[HeadOutputs],
-        inputs: PassInputs,
-    ) -> HeadOutputs:
-        """Send all micro-batches' outputs to the homes of their sequences. Collective."""
-        count = num_outputs(self.spec.head, inputs.ref_hidden_T is not None)
-        rows_Tk = output_rows(batch, microbatches, parts, count)
-        home_Tk = return_home(batch, PassMoves(self.layout, plan, batch), rows_Tk)
-        return unstack_outputs(self.spec.head, home_Tk.T.contiguous())
-
-    def _forward(
-        self, batch: Sequences, plan: MicroBatchPlan, finish: Callable[[Tensor, MicroBatch], Any]
-    ) -> tuple[list[MicroBatch], list[Any]]:
-        """Run a forward-only pass.
-
-        Returns:
-            This rank's micro-batches; on the last stage the results of ``finish`` for their hidden
-            states, elsewhere an empty list.
-        """
-        microbatches = self.begin_forward(batch, plan)
-        with self.groups.active():
-            parts = run_pipeline(
-                self.stages, microbatches, run_chunk, finish, shape_of=self.message_shape
-            )
-        self.end_forward(batch, plan, microbatches)
-        return microbatches, parts
 
     def begin_forward(self, batch: Sequences, plan: MicroBatchPlan) -> list[MicroBatch]:
         """Prepare a forward-only pass; return this rank's micro-batches."""
@@ -235,38 +154,6 @@ class Role:
         if self.routing:
             with self.groups.active():
                 self.routing.after_forward(batch, plan, microbatches)
-
-    def forward_backward(self, mini_batch: MiniBatch) -> dict[str, float]:
-        """Set the gradient to zero and accumulate that of one mini-batch.
-
-        Returns:
-            The summed statistics, the same on every rank.
-        """
-        batch, plan = mini_batch.batch, mini_batch.plan
-        assert self.optimizer is not None, f"{self.name} is frozen"
-        if self.routing and self.routing.needs_record(batch, plan):
-            with torch.no_grad():
-                self._forward(batch, plan, partial(self.head, batch=batch, inputs=TOKENS_ONLY))
-        with self.groups.active():
-            for stage in self.stages:
-                stage.train()
-            self.optimizer.zero_grad()
-            microbatches = self.cut(batch, plan)
-            if self.routing:
-                self.routing.before_update(batch, plan, microbatches)
-            parts = run_pipeline(
-                self.chunks,
-                microbatches,
-                run_chunk,
-                partial(self.head, batch=batch, inputs=mini_batch.inputs),
-                shape_of=self.message_shape,
-                objective=mini_batch.objective,
-            )
-        return self.start_statistics(parts, mini_batch.objective.statistics).wait()
-
-    def optimizer_step(self) -> StepResult:
-        """Apply the accumulated gradient if its norm and loss are finite."""
-        return step_together([self])[self.name]
 
     def routing_metrics(self) -> dict[str, float]:
         """Metrics of expert balance and router replay since the last call. Collective."""

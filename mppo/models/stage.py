@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -47,6 +48,7 @@ from mppo.models.offload import offloaded_activations
 from mppo.parallel import device
 from mppo.parallel.host_copies import host_copier
 from mppo.parallel.layout import Layout
+from mppo.supervision.phase import tick
 
 
 class Stage(GPTModel):
@@ -261,3 +263,33 @@ def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
     # Megatron's block would hold the received input, and later its gradient, until the next pass
     stage.decoder.set_input_tensor(cast("Tensor", None))
     return output
+
+
+def forward_step_function(
+    finish: Callable[[Tensor, MicroBatch], Any],
+    objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None,
+) -> Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable]]:
+    """Make the ``forward_step_func`` of Megatron's passes.
+
+    Args:
+        finish: computes a micro-batch's outputs from the output of the model's last chunk.
+        objective: maps the outputs of a micro-batch and its sequence indices to loss and
+            statistics. The losses' gradients are summed without scaling. None: forward only.
+    """
+
+    def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
+        microbatch = next(iterator)
+        tick()
+        output = run_chunk(chunk, microbatch)
+
+        def loss_func(hidden: Tensor, non_loss_data: bool = False):
+            outputs = finish(hidden, microbatch)
+            if objective is None:
+                return outputs
+            loss, stats = objective(outputs, microbatch.indices)
+            # three values and calculate_per_token_loss: Megatron does not scale the loss
+            return loss, torch.ones((), dtype=torch.int), (loss.detach(), stats)
+
+        return output, loss_func
+
+    return forward_step

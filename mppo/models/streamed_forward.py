@@ -1,20 +1,27 @@
-"""Forward-only passes of a role for the executor, one micro-batch at a time."""
+"""Forward-only passes of a role by the executor, one micro-batch at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs
+from mppo.models.heads.outputs import HeadOutputs, num_outputs, unstack_outputs
+from mppo.models.microbatch import MicroBatch
 from mppo.models.role import Role
-from mppo.models.role_spec import TOKENS_ONLY
-from mppo.models.stage import run_chunk
+from mppo.models.role_spec import TOKENS_ONLY, PassInputs
+from mppo.models.stage import forward_step_function
+from mppo.models.work_share import PassMoves, output_rows, return_home, sum_states
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.sequential import forward_step_function
+from mppo.pipeline.executor import carry_out
+from mppo.pipeline.links import Links
+from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.pipeline.schedule import forward_list
 
 
 class StreamedForward:
@@ -24,26 +31,39 @@ class StreamedForward:
 
     Args:
         role: the role.
-        batch: sequences at home. The constructor is collective.
+        batch: holds the sequences that this rank works on (``Role.fetch``).
+        plan: micro-batches for every data-parallel rank.
+        inputs: inputs of the pass besides the tokens.
+        finish: computes what is kept of a micro-batch from its hidden states, on the last stage;
+            None: the head's outputs.
+
+    Attributes:
+        microbatches: this rank's micro-batches.
+        parts: on the last stage what ``finish`` returned for them.
     """
 
-    def __init__(self, role: Role, batch: Sequences) -> None:
-        self.role = role
-        self._plan = role.plan(batch, training=False)
-        self._batch, _ = role.fetch(batch, self._plan)
-        self._microbatches = role.begin_forward(self._batch, self._plan)
-        head = partial(role.head, batch=self._batch, inputs=TOKENS_ONLY)
-        self._forward_step = forward_step_function(run_chunk, head, None)
-        self._parts: list[HeadOutputs] = []
+    def __init__(
+        self,
+        role: Role,
+        batch: Sequences,
+        plan: MicroBatchPlan,
+        inputs: PassInputs = TOKENS_ONLY,
+        finish: Callable[[Tensor, MicroBatch], Any] | None = None,
+    ) -> None:
+        self.role, self._batch, self._plan, self._inputs = role, batch, plan, inputs
+        self.microbatches = role.begin_forward(batch, plan)
+        finish = finish or partial(role.head, batch=batch, inputs=inputs)
+        self._forward_step = forward_step_function(finish, None)
+        self.parts: list[Any] = []
 
     @property
     def work(self) -> RoleWork:
         """The passes of the role, for the lists."""
-        return RoleWork(self.role.name, (len(self._microbatches),), chunks=self.role.layout.vpp)
+        return RoleWork(self.role.name, (len(self.microbatches),), chunks=self.role.layout.vpp)
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
         """See ``ForwardWork``."""
-        return self.role.message_buffer(self._microbatches[micro_batch])
+        return self.role.message_buffer(self.microbatches[micro_batch])
 
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
@@ -53,11 +73,11 @@ class StreamedForward:
         with self.role.groups.active(), torch.no_grad():
             output, _ = schedules.forward_step(
                 self._forward_step,
-                iter([self._microbatches[micro_batch]]),
+                iter([self.microbatches[micro_batch]]),
                 self.role.stages[chunk],
-                len(self._microbatches),
+                len(self.microbatches),
                 received,
-                self._parts,
+                self.parts,
                 self.role.config,
                 self.role.layout.cp,
                 collect_non_loss_data=True,
@@ -68,9 +88,75 @@ class StreamedForward:
         assert isinstance(output, Tensor)
         return None if is_last else output
 
-    def outputs(self) -> HeadOutputs:
-        """The head's outputs in the form of ``Role.forward``. Collective."""
-        self.role.end_forward(self._batch, self._plan, self._microbatches)
-        return self.role.return_outputs(
-            self._batch, self._plan, self._microbatches, self._parts, TOKENS_ONLY
-        )
+    def run(self) -> None:
+        """Compute all passes of this role alone. Collective."""
+        links = Links([self.role.groups])
+        actions = forward_list([self.work], links.stage, links.stages)
+        carry_out(actions, {self.role.name: self}, links)
+
+    def outputs(self, parts: list[HeadOutputs] | None = None) -> HeadOutputs:
+        """The head's outputs in the form of :func:`forward`, once all passes ran. Collective.
+
+        Args:
+            parts: outputs of the micro-batches, if ``finish`` returned more than them.
+        """
+        role, batch = self.role, self._batch
+        role.end_forward(batch, self._plan, self.microbatches)
+        count = num_outputs(role.spec.head, self._inputs.ref_hidden_T is not None)
+        parts = self.parts if parts is None else parts
+        rows_Tk = output_rows(batch, self.microbatches, parts, count)
+        home_Tk = return_home(batch, PassMoves(role.layout, self._plan, batch), rows_Tk)
+        return unstack_outputs(role.spec.head, home_Tk.T.contiguous())
+
+
+def forward(
+    role: Role, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
+) -> HeadOutputs:
+    """Compute a role's outputs for a batch, without gradients. Collective.
+
+    Args:
+        role: the role.
+        batch: holds the sequences that this rank works on (``Role.fetch``).
+        plan: micro-batches for every data-parallel rank.
+        inputs: inputs of the pass besides the tokens.
+
+    Returns:
+        Outputs on the tokens of the sequences that are at home on this rank, float32 ``[T]`` on
+        the CPU, zero outside responses and for sequences that are not in the plan.
+    """
+    passes = StreamedForward(role, batch, plan, inputs)
+    passes.run()
+    return passes.outputs()
+
+
+def forward_with_states(
+    role: Role, batch: Sequences, plan: MicroBatchPlan
+) -> tuple[HeadOutputs, Tensor]:
+    """Compute the outputs of :func:`forward` and the hidden states that predict responses.
+
+    Returns:
+        The head's outputs; and, for each response token, the hidden state that predicts it,
+        ``[T, hidden]`` in the parameters' dtype; both on the tokens at home on this rank.
+    """
+
+    def outputs_and_states(hidden: Tensor, microbatch: MicroBatch) -> tuple[HeadOutputs, Tensor]:
+        outputs = role.head(hidden, microbatch, batch, TOKENS_ONLY)
+        return outputs, role.head.predicting_states(hidden, microbatch).cpu()
+
+    passes = StreamedForward(role, batch, plan, finish=outputs_and_states)
+    passes.run()
+    home = passes.outputs([outputs for outputs, _ in passes.parts])
+    hidden_T = torch.zeros(len(batch.tokens_T), role.config.hidden_size, dtype=role.spec.dtype)
+    if role.groups.is_last_stage and role.groups.coordinates.tp == 0:
+        for microbatch, (_, hidden_N) in zip(passes.microbatches, passes.parts):
+            hidden_T[microbatch.predicted_in(batch)] = hidden_N
+        if role.layout.cp > 1:
+            sum_states(hidden_T, role.groups.cp)
+    return home, return_home(batch, PassMoves(role.layout, plan, batch), hidden_T)
+
+
+def record_choices(role: Role, batch: Sequences, plan: MicroBatchPlan) -> None:
+    """Run a pass in which the routers record their choices of experts. Collective."""
+    passes = StreamedForward(role, batch, plan)
+    passes.run()
+    role.end_forward(batch, plan, passes.microbatches)

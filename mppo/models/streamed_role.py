@@ -1,4 +1,4 @@
-"""Passes and optimizer steps of a role for the executor, one micro-batch at a time."""
+"""Passes and optimizer steps of a role by the executor, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from mppo.models.microbatch import MicroBatch
 from mppo.models.optimizer import PendingNorm
 from mppo.models.role import PendingStatistics, Role
 from mppo.models.role_spec import MiniBatch
-from mppo.models.stage import run_chunk
-from mppo.pipeline.sequential import forward_step_function
+from mppo.models.stage import forward_step_function
+from mppo.models.streamed_forward import record_choices
+from mppo.pipeline.actions import RoleWork
+from mppo.pipeline.checks import checked_schedule
+from mppo.pipeline.executor import carry_out
+from mppo.pipeline.links import Links
 
 
 @dataclass
@@ -33,7 +37,9 @@ class _RunningMiniBatch:
         microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
         statistics: names of the objective's statistics.
-        unsynchronised: DDP's ``no_sync``; while it is open, backward passes reduce no gradient.
+        unsynchronised: DDP's ``no_sync`` of each chunk; while it is open, backward passes reduce no
+            gradient.
+        left: number of backward passes of each chunk that have not begun.
         activations: input and output of each forward pass whose backward pass has not run yet, by
             the indices of micro-batch and chunk.
         parts: loss and statistics of each micro-batch, on the last stage.
@@ -43,7 +49,8 @@ class _RunningMiniBatch:
     microbatches: list[MicroBatch]
     forward_step: Callable
     statistics: tuple[str, ...]
-    unsynchronised: ExitStack
+    unsynchronised: list[ExitStack]
+    left: list[int]
     activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
 
@@ -58,6 +65,8 @@ class StreamedRole:
         role: a role with an optimizer.
         mini_batches: the mini-batch of each step; each is taken out before its first pass.
         wants_to_stop: whether this rank wants to end the update early; called at every "norm".
+        alone: no other role is in the lists. With ``overlap_grad_reduce`` the last backward pass of
+            a mini-batch then reduces gradients as it computes them; else "reduce" does.
     """
 
     def __init__(
@@ -65,8 +74,9 @@ class StreamedRole:
         role: Role,
         mini_batches: deque[MiniBatch],
         wants_to_stop: Callable[[], bool] = lambda: False,
+        alone: bool = False,
     ) -> None:
-        self.role = role
+        self.role, self._alone = role, alone
         self._mini_batches, self._wants_to_stop = mini_batches, wants_to_stop
         assert role.optimizer is not None, f"{role.name} is frozen"
         self._optimizer = role.optimizer
@@ -118,6 +128,9 @@ class StreamedRole:
         """See ``StageWork``."""
         run = self._start_once(mini_batch)
         inputs, output = run.activations.pop((micro_batch, chunk))
+        run.left[chunk] -= 1
+        if self._alone and not run.left[chunk]:
+            run.unsynchronised[chunk].close()
         with self.role.groups.active():
             gradient = schedules.backward_step(
                 inputs, output, received, get_model_type(self._chunks[chunk]), self.role.config
@@ -127,20 +140,32 @@ class StreamedRole:
     def reduce(self, mini_batch: int) -> None:
         """Start to reduce the gradient in the background if ``overlap_grad_reduce`` is set."""
         run = self._start_once(mini_batch)
-        run.unsynchronised.close()
-        if self._chunks[0].ddp_config.overlap_grad_reduce:
+        for chunk in run.unsynchronised:
+            chunk.close()
+        if self._chunks[0].ddp_config.overlap_grad_reduce and not self._alone:
             with self.role.groups.active():
                 for chunk in self._chunks:
                     chunk.start_grad_sync()
 
     def norm(self, mini_batch: int) -> None:
         """Complete the gradient as Megatron does; start to sum its norm and the statistics."""
-        run, role = self._start_once(mini_batch), self.role
-        with role.groups.active():
-            finalize_gradients(self._chunks, None)
+        run = self._complete(mini_batch)
+        with self.role.groups.active():
             norm = self._optimizer.start_norm()
-        statistics = role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
-        self._running, self._pending = None, (norm, statistics)
+        self._pending = norm, self._start_statistics(run)
+
+    def statistics(self) -> dict[str, float]:
+        """Complete the gradient of the only mini-batch; its summed statistics. Collective."""
+        return self._start_statistics(self._complete(0)).wait()
+
+    def _complete(self, mini_batch: int) -> _RunningMiniBatch:
+        run, self._running = self._start_once(mini_batch), None
+        with self.role.groups.active():
+            finalize_gradients(self._chunks, None)
+        return run
+
+    def _start_statistics(self, run: _RunningMiniBatch) -> PendingStatistics:
+        return self.role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
         """Wait for the sums that ``norm`` started, and set the role's ``loss``.
@@ -185,10 +210,29 @@ class StreamedRole:
                 role.routing.before_update(mini_batch.batch, mini_batch.plan, microbatches)
         head = partial(role.head, batch=mini_batch.batch, inputs=mini_batch.inputs)
         objective = mini_batch.objective
-        forward_step = forward_step_function(run_chunk, head, objective)
-        unsynchronised = ExitStack()
-        for chunk in self._chunks:
-            unsynchronised.enter_context(chunk.no_sync())
+        forward_step = forward_step_function(head, objective)
+        unsynchronised = [ExitStack() for _ in self._chunks]
+        for chunk, stack in zip(self._chunks, unsynchronised, strict=True):
+            stack.enter_context(chunk.no_sync())
+        left = [len(microbatches)] * len(self._chunks)
         return _RunningMiniBatch(
-            number, microbatches, forward_step, objective.statistics, unsynchronised
+            number, microbatches, forward_step, objective.statistics, unsynchronised, left
         )
+
+
+def forward_backward(role: Role, mini_batch: MiniBatch) -> dict[str, float]:
+    """Compute the gradient of one mini-batch, and set the role's ``loss``. Collective.
+
+    Returns:
+        The summed statistics, the same on every rank.
+    """
+    batch, plan = mini_batch.batch, mini_batch.plan
+    if role.routing and role.routing.needs_record(batch, plan):
+        record_choices(role, batch, plan)
+    work, links = StreamedRole(role, deque([mini_batch]), alone=True), Links([role.groups])
+    passes = RoleWork(role.name, (len(plan[0]),), chunks=role.layout.vpp)
+    schedule, _ = checked_schedule("sequential", (passes,), role.layout.pp)
+    actions = schedule.lists[links.stage]
+    passes_only = [action for action in actions if action.kind not in ("norm", "step")]
+    carry_out(passes_only, {role.name: work}, links)
+    return work.statistics()

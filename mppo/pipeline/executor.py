@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Protocol, cast
 
@@ -71,7 +71,7 @@ def carry_out(
     actions: Sequence[Action],
     work: Mapping[str, ForwardWork],
     links: Links,
-    phase_names: Mapping[str, str],
+    phase_names: Mapping[str, str] | None = None,
     step: Callable[[str, int], bool] | None = None,
     rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
@@ -83,7 +83,8 @@ def carry_out(
             ``mppo.pipeline.checks.check_schedule`` has accepted, or from ``forward_list``.
         work: the operations of each role, by name; the list of an update needs ``StageWork``.
         links: connections to the neighbouring stages.
-        phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions, by role.
+        phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions, by role;
+            None: the caller's phase.
         step: takes the optimizer step of a mini-batch, given the role's name and the mini-batch's
             index. Returns whether the update continues; the same on every rank. None: the list
             has no "step".
@@ -108,7 +109,7 @@ def carry_out(
         _, i, j, chunk = numbers
         position += 1
         recording = nullcontext() if recorder is None else recorder.action(action)
-        with phase(phase_names[action.role]), recording:
+        with _phase_of(action, phase_names), recording:
             match action.kind:
                 case "receive_input":
                     inputs[numbers] = links.receive_input(buffers.popleft())
@@ -138,7 +139,9 @@ def carry_out(
 
 
 def _allocate(
-    actions: Sequence[Action], work: Mapping[str, ForwardWork], phase_names: Mapping[str, str]
+    actions: Sequence[Action],
+    work: Mapping[str, ForwardWork],
+    phase_names: Mapping[str, str] | None,
 ) -> list[Tensor]:
     """Allocate the buffers of the receives up to the next pass or step.
 
@@ -149,10 +152,16 @@ def _allocate(
     buffers: list[Tensor] = []
     for action in takewhile(lambda each: each.kind not in _ALLOCATE_AFTER, actions):
         if action.kind in ("receive_input", "receive_gradient"):
-            with phase(phase_names[action.role]):
+            with _phase_of(action, phase_names):
                 _, i, j, _ = action.numbers
                 buffers.append(work[action.role].receive_buffer(i, j))
     return buffers
+
+
+def _phase_of(
+    action: Action, phase_names: Mapping[str, str] | None
+) -> AbstractContextManager[None]:
+    return nullcontext() if phase_names is None else phase(phase_names[action.role])
 
 
 def _wait(arriving: Arriving | None, recorder: Recorder | None) -> Tensor | None:

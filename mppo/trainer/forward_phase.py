@@ -15,7 +15,7 @@ from mppo.config.schedule import forward_groups
 from mppo.models.heads.outputs import HeadOutputs, add_outputs
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, PassInputs
-from mppo.models.streamed_forward import StreamedForward
+from mppo.models.streamed_forward import StreamedForward, forward, forward_with_states
 from mppo.models.work_share import ranges_of
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
@@ -87,7 +87,9 @@ class ForwardPhase:
         work: dict[str, StreamedForward] = {}
         for role in roles:
             with phase(phase_names[role.name]):
-                work[role.name] = StreamedForward(role, self._batch)
+                plan = role.plan(self._batch, training=False)
+                share, _ = role.fetch(self._batch, plan)
+                work[role.name] = StreamedForward(role, share, plan)
         passes = [one.work for one in work.values()]
         carry_out(forward_list(passes, links.stage, links.stages), work, links, phase_names)
         for name, one in work.items():
@@ -110,10 +112,10 @@ class ForwardPhase:
         for part in _ranges(role, plan, large):
             share, part_inputs = role.fetch(self._batch, part, inputs)
             if keeps_states:
-                found, found_states = role.forward_with_states(share, part)
+                found, found_states = forward_with_states(role, share, part)
                 states = found_states if states is None else states.add_(found_states)
             else:
-                found = role.forward(share, part, part_inputs)
+                found = forward(role, share, part, part_inputs)
             outputs = found if outputs is None else add_outputs(outputs, found)
         assert outputs is not None, "a plan has micro-batches"
         self._ref_hidden_T = states if keeps_states else self._ref_hidden_T

@@ -27,8 +27,9 @@ from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.configuration import DTYPES
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
 from mppo.models.optimizer import StepResult
-from mppo.models.role import Role
+from mppo.models.role import Role, step_together
 from mppo.models.role_spec import MiniBatch, RoleSpec
+from mppo.models.streamed_role import forward_backward
 from mppo.parallel.groups import GroupRegistry
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
@@ -116,8 +117,9 @@ def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
     assert role.optimizer is not None
     role.optimizer.advance()
     objective = NegativeLogLikelihood(batch, weight_T)
-    stats = role.forward_backward(MiniBatch(batch, role.plan(batch, training=True), objective))
-    return stats["loss"], role.optimizer_step()
+    mini_batch = MiniBatch(batch, role.plan(batch, training=True), objective)
+    statistics = forward_backward(role, mini_batch)
+    return statistics["loss"], step_together([role])[role.name]
 
 
 @dataclass(frozen=True)

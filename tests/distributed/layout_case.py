@@ -173,6 +173,7 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.batch.shares import share_out
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_forward import forward
 
     batch = batch_of()
     role = build_role(case, folder, registry)
@@ -182,7 +183,7 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     home = share_out(batch, role.config.num_moe_experts)
     plan = role.plan(home, training=False)
     share, _ = role.fetch(home, plan)
-    outputs = tuple(everywhere(x_T, home) for x_T in tensors_of(role.forward(share, plan)))
+    outputs = tuple(everywhere(x_T, home) for x_T in tensors_of(forward(role, share, plan)))
     yield None
     initial = _weights(role)
     plan = role.plan(home, training=True)
@@ -192,12 +193,22 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     for step in range(case.steps):
         losses = loss_of if step else first
         mini_batch = MiniBatch(role.fetch(home, plan)[0], plan, losses)
-        stats.append(role.forward_backward(mini_batch))
-        norms.append(role.optimizer_step().grad_norm)
+        statistics, result = train_step(role, mini_batch)
+        stats.append(statistics)
+        norms.append(result.grad_norm)
         yield None
     losses = [s["loss"] for s in stats]
     metrics = role.routing_metrics()
     yield Outcome(outputs, losses, norms, _weights(role), stats, metrics, initial)
+
+
+def train_step(role, mini_batch):
+    """Statistics of a mini-batch, and the result of the optimizer step that it gives."""
+    from mppo.models.role import step_together
+    from mppo.models.streamed_role import forward_backward
+
+    statistics = forward_backward(role, mini_batch)
+    return statistics, step_together([role])[role.name]
 
 
 def everywhere(x_T: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_case import Case, batch_of, build_role, objective, run_cases
+from layout_case import Case, batch_of, build_role, objective, run_cases, train_step
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -70,8 +70,7 @@ def train(role, steps: int) -> None:
     plan = role.plan(batch, training=True)
     for _ in range(steps):
         role.optimizer.advance()
-        role.forward_backward(MiniBatch(batch, plan, objective(batch)))
-        role.optimizer_step()
+        train_step(role, MiniBatch(batch, plan, objective(batch)))
 
 
 def run_step(case: Step, folder: Path, registry) -> dict[str, torch.Tensor]:

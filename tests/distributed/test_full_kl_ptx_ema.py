@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_case import VOCABULARY, Case, batch_of, build_role, everywhere, run_cases
+from layout_case import VOCABULARY, Case, batch_of, build_role, everywhere, run_cases, train_step
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,6 +73,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.role import Role
     from mppo.models.role_spec import MiniBatch, PassInputs
+    from mppo.models.streamed_forward import forward, forward_with_states
     from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()
@@ -95,9 +96,9 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     home, lengths = share_out(batch), batch.lengths_B.tolist()
     ref_plan, plan = (role.plan(batch, training=False) for role in (reference, actor))
     share, _ = reference.fetch(home, ref_plan)
-    ref_outputs, hidden_T = reference.forward_with_states(share, ref_plan)
+    ref_outputs, hidden_T = forward_with_states(reference, share, ref_plan)
     share, inputs = actor.fetch(home, plan, PassInputs(hidden_T))
-    outputs = actor.forward(share, plan, inputs)
+    outputs = forward(actor, share, plan, inputs)
     plan, shape = actor.plan(batch, training=True), actor.micro_batch_spec(training=True)
     text = PretrainingMix(PromptLoader(PromptSet(tuple(documents())), 5, False, 0), COEF)
     share, inputs = actor.fetch(home, plan, PassInputs(hidden_T, text_from=len(lengths)))
@@ -106,8 +107,9 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     for _ in range(case.steps):
         longer, longer_plan, objective = text.join(share, plan, text.draw(shape), kl_loss(batch))
         mini_batch = MiniBatch(longer, longer_plan, objective, inputs)
-        stats.append(actor.forward_backward(mini_batch))
-        norms.append(actor.optimizer_step().grad_norm)
+        statistics, result = train_step(actor, mini_batch)
+        stats.append(statistics)
+        norms.append(result.grad_norm)
         weights.append(_weights(actor))
     outcome = {
         "outputs": tuple(
@@ -154,6 +156,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
 
     from mppo.models.role import step_together
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_role import forward_backward
 
     actor = build_role(case, folder, registry)
     critic = build_role(dataclasses.replace(case, head="value", role={}), folder, registry)
@@ -171,7 +174,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
                 return scale * total + (added if 0 in indices else 0.0), stats
 
             loss.statistics = objective(batch).statistics
-            role.forward_backward(MiniBatch(batch, plan, loss))
+            forward_backward(role, MiniBatch(batch, plan, loss))
         results = step_together(roles)
         assert {result.applied for result in results.values()} == {factor == 1.0 and lost == 0.0}
         assert isfinite(results["critic"].grad_norm) == (factor == 1.0)

@@ -34,6 +34,8 @@ class LargestTensor(TorchDispatchMode):
 def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     """Bytes of the largest tensor in the forward and backward passes over one micro-batch."""
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward_backward
 
     role = build_role(case, folder, registry)
     batch = batch_of(SEQUENCES, LONGEST)
@@ -41,11 +43,11 @@ def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     assert len(measuring) == len(training) == 1
     found = {}
     with LargestTensor() as seen:
-        role.forward(batch, measuring)
+        forward(role, batch, measuring)
     found["measuring"] = seen.bytes
     role.optimizer.advance()
     with LargestTensor() as seen:
-        role.forward_backward(MiniBatch(batch, training, objective(batch)))
+        forward_backward(role, MiniBatch(batch, training, objective(batch)))
     found["training"] = seen.bytes
     return found
 

@@ -42,11 +42,12 @@ def pending_gathers(case: Case, folder, registry) -> list[bool]:
 
     from mppo.models.role import take_steps
     from mppo.models.role_spec import MiniBatch
+    from mppo.models.streamed_role import forward_backward
 
     role, batch = build_role(case, folder, registry), batch_of()
     plan = role.plan(batch, training=True)
     role.optimizer.advance()
-    role.forward_backward(MiniBatch(batch, plan, objective(batch)))
+    forward_backward(role, MiniBatch(batch, plan, objective(batch)))
     with role.groups.active():
         norm = role.optimizer.start_norm().wait()
     take_steps([role], {role.name: norm})

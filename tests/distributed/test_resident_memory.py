@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layout_case import Case, batch_of, build_role, objective, run_cases
+from layout_case import Case, batch_of, build_role, objective, run_cases, train_step
 from torch import Tensor
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -41,8 +41,9 @@ def before_and_after(case: Case, folder: Path, registry) -> tuple[int, int, int]
     elements = sum(p.numel() for part in role.optimizer.parts for p in part.get_parameters())
     built = optimizer_bytes(role)
     role.optimizer.advance()
-    role.forward_backward(MiniBatch(batch, role.plan(batch, training=True), objective(batch)))
-    assert role.optimizer_step().applied
+    mini_batch = MiniBatch(batch, role.plan(batch, training=True), objective(batch))
+    _, result = train_step(role, mini_batch)
+    assert result.applied
     return elements, built, optimizer_bytes(role)
 
 

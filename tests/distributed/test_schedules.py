@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layout_case import batch_of, run_cases
+from megatron_schedules import megatron_schedules
 from ordered_messages import ordered_messages
 
 from mppo.report.html.timelines import newest_timelines
@@ -104,7 +105,8 @@ MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
     "PP2": Update("qwen2_shallow", PP2),
     "PP2, a fused schedule": Update("qwen2_shallow", PP2, kind="fused"),
-    "PP2, sequential by lists": Update(
+    "PP2, sequential": Update("qwen2_shallow", PP2, kind="sequential"),
+    "PP2, sequential, recorded": Update(
         "qwen2_shallow", PP2, kind="sequential", recorded="sequential"
     ),
     "PP2, recorded": Update("qwen2_shallow", PP2, recorded="flush_free"),
@@ -149,7 +151,8 @@ CASES = {
         (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
     "VPP2xPP2, a fused schedule": Update("qwen2", VPP2, kind="fused"),
-    "VPP2xPP2, sequential by lists": Update(
+    "VPP2xPP2, sequential": Update("qwen2", VPP2, kind="sequential"),
+    "VPP2xPP2, sequential, recorded": Update(
         "qwen2", VPP2, kind="sequential", recorded="interleaved"
     ),
     "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
@@ -173,14 +176,15 @@ CASES = {
 
 
 _sequential: dict[Update, dict] = {}
-"""Results of the sequential schedule on this rank, which cases of the same updates share."""
+"""Results of Megatron's schedules on this rank, which cases of the same updates share."""
 
 
 def updated(case: Update, folder: Path, registry) -> dict:
-    """Results of all updates on this rank, by the case's schedule and sequentially."""
+    """Results of all updates on this rank, by the case's schedule and by Megatron's."""
     same = replace(case, kind="sequential", recorded=None, offloaded=False, messages=None)
     if same not in _sequential:
-        _sequential[same] = _updates(same, "sequential", folder, registry)
+        with megatron_schedules():
+            _sequential[same] = _updates(same, "sequential", folder, registry)
     expected = _sequential[same]
     if case.recorded is not None:
         recorded = f"trainer.timeline={{steps: {list(range(1, case.iterations + 1))}}}"

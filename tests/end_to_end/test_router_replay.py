@@ -76,8 +76,10 @@ def _role(folder: Path, replay: str, registry):
 
 def _logprobs(role, batch) -> torch.Tensor:
     """The role's log-probabilities of the response tokens."""
+    from mppo.models.streamed_forward import forward
+
     plan = role.plan(batch, training=False)
-    return role.forward(batch, plan).logprobs_T[batch.response_mask_T > 0]
+    return forward(role, batch, plan).logprobs_T[batch.response_mask_T > 0]
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,7 @@ def _gap(engine, role) -> tuple[float, int]:
     from mppo.batch.moves import bring_episodes
     from mppo.batch.packing import pack_episodes
     from mppo.config.sections.rollout import SamplingConfig
+    from mppo.models.streamed_forward import forward
     from mppo.parallel.collectives import group_size
     from mppo.rollout.engine import GenerationRequest
 
@@ -195,7 +196,7 @@ def _gap(engine, role) -> tuple[float, int]:
     batch = pack_episodes(episodes)
     plan = role.plan(batch, training=False)
     inside = batch.response_mask_T > 0
-    gap = (role.forward(batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()
+    gap = (forward(role, batch, plan).logprobs_T - batch.rollout_logprobs_T)[inside].abs()
     return gap.max().item(), len(gap)
 
 

@@ -28,6 +28,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.role_spec import RoleSpec
+    from mppo.models.streamed_forward import forward
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
 
@@ -54,7 +55,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
                 for i, x in enumerate(ids)
             ]
         )
-        logprobs_T = role.forward(batch, role.plan(batch, training=False)).logprobs_T
+        logprobs_T = forward(role, batch, role.plan(batch, training=False)).logprobs_T
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
         model = model.to(device.device())
         tokens = torch.tensor(ids, device=device.device())

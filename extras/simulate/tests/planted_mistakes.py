@@ -236,15 +236,15 @@ def bucket_broadcast_from_another_stage() -> None:
 
 @planted("one role", 2)
 def fewer_micro_batches_on_a_stage() -> None:
-    from mppo.models.role import Role
+    from mppo.trainer.update import role_update
 
-    plain = Role.cut
+    plain = role_update.forward_backward
 
-    def cut(self: Any, batch: Any, plan: Any) -> Any:
-        joined = [[[*chain(*part)]] if len(part) == 2 else part for part in plan]
-        return plain(self, batch, joined)
+    def forward_backward(role: Any, mini_batch: Any) -> Any:
+        joined = [[[*chain(*part)]] if len(part) == 2 else part for part in mini_batch.plan]
+        return plain(role, replace(mini_batch, plan=joined))
 
-    Role.cut = cut
+    role_update.forward_backward = forward_backward
 
 
 @planted("mixture", 1)

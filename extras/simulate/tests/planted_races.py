@@ -112,16 +112,16 @@ def weights_used_before_they_are_gathered() -> None:
 @planted("one role", 0)
 def weights_sent_before_they_are_gathered() -> None:
     from mppo.models.optimizer import RoleOptimizer
-    from mppo.models.role import Role
+    from mppo.trainer.update import role_update
 
-    await_weights, plain = RoleOptimizer.wait_for_weights, Role.forward_backward
+    await_weights, plain = RoleOptimizer.wait_for_weights, role_update.forward_backward
     RoleOptimizer.wait_for_weights = lambda self: None
 
-    def forward_backward(self: Any, mini_batch: Any) -> Any:
-        await_weights(self.optimizer)
-        return plain(self, mini_batch)
+    def forward_backward(role: Any, mini_batch: Any) -> Any:
+        await_weights(role.optimizer)
+        return plain(role, mini_batch)
 
-    Role.forward_backward = forward_backward
+    role_update.forward_backward = forward_backward
 
 
 @planted("two roles", 0)
@@ -164,13 +164,19 @@ def message_buffer_reused_before_it_is_sent() -> None:
 @planted("interleaved", 0, 1, early=True)
 def outputs_freed_while_they_are_sent() -> None:
     from mppo.models import configuration
-    from mppo.trainer.update import phase
+    from mppo.pipeline.links import Links
 
-    phase.schedule_kind = lambda recipe: "sequential"  # in which Megatron frees them
     plain = configuration.fields_set
     configuration.fields_set = lambda *args, **kwargs: {
         **plain(*args, **kwargs), "deallocate_pipeline_outputs": True,
     }  # fmt: skip
+    send = Links.send_output
+
+    def send_output(self: Any, message: Any) -> None:
+        send(self, message)
+        message.data = message.new_empty(1)
+
+    Links.send_output = send_output
 
 
 @planted("one role", 2)

@@ -303,12 +303,6 @@ def test_the_plan_knows_what_a_reward_model_holds(simulated):
     assert found["peaks"][phase] == pytest.approx(found["planned_peaks"][phase], rel=0.05)
 
 
-def test_megatrons_schedule_asks_for_no_shapes(simulated):
-    lines = [line for places in simulated[SEQUENTIAL]["waiting"].values() for line in places]
-    assert lines
-    assert not [line for line in lines if "p2p_communication" in line]
-
-
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", FULL)
 def test_quick_mode_agrees_with_the_full_run(name, simulated):

@@ -57,7 +57,7 @@ FOUND = {
     "message_buffer_reused_before_it_is_sent":
         ("races", f"{COMPUTE} writes", NCCL, "reads at mppo/pipeline/links.py"),
     "outputs_freed_while_they_are_sent":
-        ("races", "reuses the memory", NCCL, "reads at megatron/core/pipeline_parallel"),
+        ("races", "reuses the memory", NCCL, "reads at mppo/pipeline/links"),
     "numbers_read_before_they_are_copied":
         ("races", "updating actor", "the host reads at mppo/models/role.py", COMPUTE, "writes at"),
     "pinned_tokens_overwritten_while_they_are_copied":

@@ -15,6 +15,7 @@ from mppo.batch.episode import Episode
 from mppo.config.schema import Recipe
 from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
+from mppo.models.streamed_forward import forward
 from mppo.parallel.exchange import sum_over_ranks
 from mppo.rewards.division import ScoringError
 from mppo.rewards.reward_model.scale import RewardModelScale
@@ -100,7 +101,7 @@ def model_scores(role: Role, batch: Sequences) -> Tensor:
     """
     plan = role.plan(batch, training=False)
     share, inputs = role.fetch(batch, plan)
-    outputs = role.forward(share, plan, inputs)
+    outputs = forward(role, share, plan, inputs)
     assert isinstance(outputs, ValueOutputs)
     scores_H = outputs.values_T[batch.cu_seqlens[1:] - 1]
     if batch.is_replicated:

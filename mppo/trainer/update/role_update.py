@@ -12,6 +12,7 @@ import torch
 from mppo.batch.batch import Batch
 from mppo.models.role import Role
 from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, Objective, PassInputs
+from mppo.models.streamed_role import forward_backward
 from mppo.parallel import device
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.flops import ModelFlops, update_flops
@@ -95,9 +96,9 @@ class RoleUpdate:
         return MiniBatch(share, plan, objective, inputs)
 
     def run_once(self, batch: Batch, sequences: tuple[int, ...]) -> None:
-        """Compute the gradient of one mini-batch by Megatron's own schedule."""
+        """Compute the gradient of one mini-batch. Collective."""
         mini_batch = self.mini_batch(batch, self.planned(batch, sequences))
-        self.stats.append(self.role.forward_backward(mini_batch))
+        self.stats.append(forward_backward(self.role, mini_batch))
 
     @contextmanager
     def timing(self) -> Iterator[None]:
