@@ -37,17 +37,16 @@ STATIC_SHARE = 0.85
 not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this much."""
 
 
-def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_lists: bool) -> int:
+def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int) -> int:
     """Number of NCCL communicators that a rank uses.
 
-    One for all groups with the same ranks (``mppo.parallel.shared_groups``), and one for a
-    pipeline's broadcasts and Megatron's batches of messages. The lists' messages have one for each
-    pair of neighbours and direction (``mppo.pipeline.routes``).
+    One for all groups with the same ranks (``mppo.parallel.shared_groups``), one for a pipeline's
+    broadcasts, and for the messages of its passes one for each pair of neighbours and direction
+    (``mppo.pipeline.routes``).
 
     Args:
         roles: each role's layout, whether it has experts on this rank, and whether it is trained.
         rank: the rank.
-        by_lists: actor and critic run by the lists of a schedule.
     """
     found: set[Any] = set()
     for layout, has_experts, trained in set(roles):
@@ -60,10 +59,7 @@ def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int, by_list
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
             found.add(("pipeline", layout.pp))
-            if layout.vpp > 1 and not by_lists:  # Megatron's interleaved messages
-                found |= {("previous", layout.pp), ("next", layout.pp)}
-            if by_lists:
-                found |= {(*way, layout.pp) for way in routes(here.pp, layout.pp, layout.vpp)}
+            found |= {(*way, layout.pp) for way in routes(here.pp, layout.pp, layout.vpp)}
     return sum(len(ranks) > 1 for ranks in found)
 
 

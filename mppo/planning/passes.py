@@ -49,8 +49,9 @@ class StagePasses:
         micro_batches: micro-batches of a mini-batch.
         mini_batches: mini-batches of an update.
         itemsize: bytes of an element of the weights and activations.
-        by_lists: updates run by the lists of a schedule, not by Megatron's schedules.
-        streams_forward: forward-only passes do.
+        overlaps_updates: mini-batches follow each other without a gap, and actor and critic are
+            updated together.
+        streams_forward: forward-only passes of all roles run through one pipeline.
     """
 
     role: RoleCase
@@ -62,7 +63,7 @@ class StagePasses:
     micro_batches: int
     mini_batches: int
     itemsize: int
-    by_lists: bool
+    overlaps_updates: bool
     streams_forward: bool
 
     def layer(self, layer: int, training: bool = True) -> Layer:
@@ -126,11 +127,11 @@ class StagePasses:
     def in_flight(self) -> float:
         """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021).
 
-        Only the lists of a schedule can hold those of several mini-batches.
+        They are of one mini-batch, unless updates overlap.
         """
         work = RoleWork("", (), chunks=self.layout.vpp)
         most = work.most_in_flight(self.stage, self.layout.pp) * self.chunk
-        return most if self.by_lists else min(most, self.micro_batches)
+        return most if self.overlaps_updates else min(most, self.micro_batches)
 
     @property
     def kept(self) -> float:
@@ -167,8 +168,8 @@ class StagePasses:
     def _messages(self) -> int:
         """Gradients that arrive in an update, or are on their way to the previous stage."""
         pp, is_interleaved = self.layout.pp, self.layout.vpp > 1
-        if not self.by_lists or pp == 1:
-            return 2 * is_interleaved  # Megatron receives one while the stage computes
+        if pp == 1:
+            return 0
         _, sent = kept_sends(self.stage, pp, self.layout.vpp)
         arriving = is_interleaved or not self.is_last
         return arriving + sent * (is_interleaved or self.stage > 0)
@@ -194,10 +195,7 @@ class StagePasses:
         is_interleaved = self.layout.vpp > 1
         if self.is_last and not is_interleaved:
             return 0
-        if not self.streams_forward:
-            count = 2 * is_interleaved
-        else:
-            count, _ = kept_sends(self.stage, self.layout.pp, self.layout.vpp)
+        count, _ = kept_sends(self.stage, self.layout.pp, self.layout.vpp)
         return int(count * self._forward[0].stream)
 
     def _angles(self, micro_batch: int) -> float:

@@ -133,7 +133,6 @@ def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int
                 for part in parts
             ),
             rank,
-            parts[0].passes.by_lists,
         ),
     )  # fmt: skip
 
@@ -184,7 +183,7 @@ def _update(part: RankPart, trained: Sequence[RankPart]) -> int:
     """
     passes = part.passes
     room = passes.in_flight - passes.chunk
-    if not passes.by_lists:
+    if not passes.overlaps_updates:
         return int(passes.update + room * passes.kept)
     others = 0.0
     for one in sorted((p.passes for p in trained), key=lambda one: one.kept, reverse=True):

@@ -167,7 +167,7 @@ def _plan_role(
         sequence=longest,
         response=recipe.data.max_response_length,
     )
-    by_lists, streamed = schedule_kind(recipe) != "sequential", streams_forward(recipe)
+    overlaps, streamed = schedule_kind(recipe) != "sequential", streams_forward(recipe)
     size = BYTES[role.dtype]
     cpu_share = getattr(recipe, role.name).optim.cpu_offload_fraction if mini_batches else 0.0
     return RolePlan(
@@ -179,7 +179,7 @@ def _plan_role(
         passes=[
             StagePasses(
                 *(role, kind, layout, stage, owned, lengths, micro_batches, mini_batches),
-                *(size, by_lists, streamed),
+                *(size, overlaps, streamed),
             )
             for stage, owned in enumerate(layers)
         ],
