@@ -281,7 +281,7 @@ class Layer:
     def forward(self) -> float:
         """Most allocated at once in a pass that stores nothing, the input included."""
         # Transformer Engine frees a norm's output with the product that follows
-        before, after = (2, 4) if self.kind.transformer_engine else (4, 5)
+        before, after = (2, 4) if self.kind.transformer_engine else (4, 4)
         return max(before * self.stream + self.attention.forward,
                    after * self.stream + self.feed_forward.forward)  # fmt: skip
 

@@ -139,6 +139,7 @@ class StagePasses:
         layers, megatron = self._training, self.role.megatron
         stream = layers[0].stream
         outputs = stream * (self.layout.vpp - self.is_last)
+        outputs += self._angles(self.lengths.training) * self.layout.vpp
         if megatron.offload_activations:
             return outputs
         if megatron.recompute_granularity == "full":
@@ -161,8 +162,7 @@ class StagePasses:
             rows = padded_vocab_size(self.kind.shape.vocab, self.layout.tp) // self.layout.tp
             gradient = rows * self.kind.shape.hidden * self.itemsize
             moments.append(layers[0].gathered + gradient)
-        messages = self._messages * stream
-        return int(max(moments) + messages + self._angles(self.lengths.training))
+        return int(max(moments) + self._messages * stream)
 
     @property
     def _messages(self) -> int:
@@ -182,12 +182,11 @@ class StagePasses:
         if self.is_last and not self.role.has_value_head:
             # with Transformer Engine, the last layer's input too
             streams = 3 if self.kind.transformer_engine else 2
-            head = self._head(self.lengths.forward, trained=False)
-            moments.append(streams * layers[0].stream + head)
-        gathered = 0.0
-        if layers[0].sequence_parallel and not (self.trained or self.kind.transformer_engine):
-            gathered = layers[0].gathered  # frozen weights: freed after each matrix
-        return int(max(moments) + gathered + self._angles(self.lengths.forward))
+            head = streams * layers[0].stream + self._head(self.lengths.forward, trained=False)
+            if layers[0].sequence_parallel and not (self.trained or self.kind.transformer_engine):
+                head += layers[0].gathered  # frozen weights keep no buffer for it
+            moments.append(head)
+        return int(max(moments) + self._angles(self.lengths.forward))
 
     @property
     def sent(self) -> int:
