@@ -25,7 +25,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKSUM = "checksum"
 """Entry of the manifest with the checksum of its other entries."""
-_NAME = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"global_step_([0-9]+)")
 MAX_NUMBER = 1 << 60
 """Upper limit of the step, rank and byte counts in a manifest."""
 

@@ -187,5 +187,5 @@ def _complete_dumps(path: Path) -> dict[int, Path]:
         found = {step: folder for step, folder in steps if (folder / HEADER).is_file()}
         if found:
             return found
-    match = re.fullmatch(r"step_(\d+)", path.resolve().name)
+    match = re.fullmatch(r"step_([0-9]+)", path.resolve().name)
     return {int(match[1]): path} if match and (path / HEADER).is_file() else {}

@@ -11,10 +11,13 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.safety.disk import naming, replace_text
 from mppo.safety.foreign_text import visible
 from mppo.safety.input_error import InputError
+from mppo.safety.input_files import read_file
 
 Metrics = Mapping[str, float]
 LONGEST_NAME = 250
 """Most characters of a metric's name."""
+_LIMIT = 4 << 30
+"""Most bytes of a run's metrics: a million steps."""
 
 # Metric names that the console, the plot and the run report show.
 REWARD = "critic/score/mean"
@@ -96,9 +99,11 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Step and metrics of each line; an incomplete last line is left out.
 
     Raises:
-        InputError: with the first line that a run could not have written, and the reason.
+        OSError: the file cannot be read.
+        InputError: with the first line that a run could not have written, and the reason; or it
+            is no regular file.
     """
-    *lines, last = path.read_bytes().split(b"\n")
+    *lines, last = read_file(path, _LIMIT).split(b"\n")
     rows = []
     for number, line in enumerate([*lines, last], start=1):
         try:
