@@ -44,13 +44,14 @@ from mppo.parallel.process_group import process_group
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.sglang.model_support import engine_issues
+from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.heartbeat import AlreadyReported, CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard, start_guarded
-from mppo.trainer.failures import is_bad_input, report_failure
+from mppo.trainer.failures import report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
@@ -102,11 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard.set_limit(recipe.trainer.heartbeat_timeout_s)
         evaluation = prepare_evaluation(recipe, info)
         _make_folders(arguments)
-    except ConfigError as error:
-        return exit_report.refuse_recipe(error, info.rank)
-    except ValueError as error:
-        if not is_bad_input(error):
-            raise
+    except InputError as error:
         return exit_report.refuse_recipe(error, info.rank)
     try:
         _run(evaluation, info, guard, arguments)
@@ -114,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
         cause = reported.__cause__
-        return 2 if cause is not None and is_bad_input(cause) else 1
+        return 2 if isinstance(cause, InputError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -17,6 +17,7 @@ from mppo.config.schema import Recipe
 from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.plan import add_plan_options, plan
+from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
-    from mppo.trainer.failures import is_bad_input, report_failure
+    from mppo.trainer.failures import report_failure
 
     try:
         with no_early_success():
@@ -55,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
         cause = reported.__cause__
-        return 2 if cause is not None and is_bad_input(cause) else 1
+        return 2 if isinstance(cause, InputError) else 1
     except KeyboardInterrupt:
         return 130
     except BaseException as error:  # also SystemExit, which a user's function may raise
         report_failure(error, info, recipe)
-        return 2 if is_bad_input(error) else 1
+        return 2 if isinstance(error, InputError) else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

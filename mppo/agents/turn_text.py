@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.config.errors import ConfigError
 from mppo.data.chat_template import render_each
 from mppo.hub.tokenizing import tokens_of
+from mppo.safety.input_error import InputError
 
 Environment = str | Sequence[Mapping[str, Any]]
 """A text, or chat messages."""
@@ -50,7 +51,7 @@ class TurnText:
             last_tokens: the last token of the policy's turn in each.
 
         Raises:
-            ValueError: messages, and the tokenizer has no chat template, or one that leaves out the
+            InputError: messages, and the tokenizer has no chat template, or one that leaves out the
                 assistant's messages.
         """
         texts = {i: each for i, each in enumerate(environments) if isinstance(each, str)}
@@ -65,7 +66,7 @@ class TurnText:
             _, mark, after = text.partition(_MARK)
             if not mark:
                 why = "leaves out the assistant's messages"
-                raise ValueError(f"rollout.agent: the tokenizer's chat template {why}")
+                raise InputError(f"rollout.agent: the tokenizer's chat template {why}")
             texts[index] = after
         ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
         for index in messages.keys() - failed.keys():
@@ -109,7 +110,7 @@ class TurnText:
         if not conversations:
             return []
         if not self._tokenizer.chat_template:
-            raise ValueError(
+            raise InputError(
                 "rollout.agent: the agent returned messages, but the tokenizer has no chat "
                 "template; return a text, or use a tokenizer with a chat template"
             )

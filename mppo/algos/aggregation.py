@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mppo.algos.masked import expand_to_tokens, sequence_sum
+from mppo.safety.input_error import InputError
 
 
 def aggregation_weights_T(
@@ -41,7 +42,7 @@ def aggregation_weights_T(
         float32 ``[T]``, 0 outside the mask; all 0 for an empty mask.
 
     Raises:
-        ValueError: an unknown mode.
+        InputError: an unknown mode.
 
     Source: verl ``agg_loss`` (sequences without a masked token are ignored).
     """
@@ -58,7 +59,7 @@ def aggregation_weights_T(
         return mask_T / (num_sequences * expand_to_tokens(count_H.clamp(min=1.0), cu_seqlens))
     if mode == "seq-mean-token-sum-norm":
         return mask_T / (num_sequences * scale_factor)
-    raise ValueError(
+    raise InputError(
         f"loss_agg_mode: unknown mode {mode!r}; use token-mean, token-sum, seq-mean-token-sum, "
         "seq-mean-token-mean or seq-mean-token-sum-norm"
     )

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mppo.safety.input_error import InputError
+
 LOG_RATIO_LIMIT = 20.0
 LOW_VAR_KL_LIMIT = 10.0
 
@@ -36,7 +38,7 @@ def kl_estimate(
         float ``[T]`` (nats).
 
     Raises:
-        ValueError: an unknown name, or ``full`` without ``full_kl_T``.
+        InputError: an unknown name, or ``full`` without ``full_kl_T``.
 
     Source: verl ``kl_penalty``.
     """
@@ -53,13 +55,13 @@ def kl_estimate(
         value_T = (torch.expm1(-clamped_T) + clamped_T).clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT)
     elif name == "full":
         if full_kl_T is None:
-            raise ValueError(
+            raise InputError(
                 "kl type 'full' needs the KL over the vocabulary (full_kl_T), which cannot be "
                 "computed from one token's log-probability: pass it, or use k1, k2, k3 or abs"
             )
         value_T = full_kl_T
     else:
-        raise ValueError(
+        raise InputError(
             f"unknown kl type {kind!r}; use kl (k1), abs, mse (k2), low_var_kl (k3) or full, "
             "each with or without '+'"
         )

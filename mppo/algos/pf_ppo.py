@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mppo.safety.input_error import InputError
+
 WEIGHT_FLOOR = 1e-8
 
 
@@ -30,7 +32,7 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
         float ``[B]``, positive.
 
     Raises:
-        ValueError: an unknown method.
+        InputError: an unknown method.
     """
     if method == "pow":
         weight_B = scores_B.abs().pow(power)
@@ -39,7 +41,7 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
     elif method == "max_random":
         weight_B = torch.where(scores_B == scores_B.max(), 0.4, 0.1).to(scores_B.dtype)
     else:
-        raise ValueError(
+        raise InputError(
             f"pf_ppo.reweight_method: unknown method {method!r}; use pow, max_min or max_random"
         )
     return weight_B + WEIGHT_FLOOR

@@ -27,6 +27,7 @@ from mppo.algos.masked import (
     sequence_moments,
     sequence_sum,
 )
+from mppo.safety.input_error import InputError
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -49,14 +50,14 @@ def importance_weights(
         float ``[T]``, 0 outside the mask.
 
     Raises:
-        ValueError: another level.
+        InputError: another level.
     """
     if level == "token":
         exponent_T = log_ratio_T
     elif level == "sequence":
         exponent_T = expand_to_tokens(sequence_sum(log_ratio_T * mask_T, cu_seqlens), cu_seqlens)
     else:
-        raise ValueError(f"rollout_is: unknown level {level!r}; use token or sequence")
+        raise InputError(f"rollout_is: unknown level {level!r}; use token or sequence")
     weight_T = exponent_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return torch.where(mask_T > 0, weight_T, 0.0)
 
@@ -148,14 +149,14 @@ def rejection_mask(
         float ``[T]``, 0 outside the mask.
 
     Raises:
-        ValueError: an unknown kind.
+        InputError: an unknown kind.
     """
     name = "seq_mean_k1" if kind == "geometric" else kind
     level, _, divergence = name.rpartition("_")
     d_T = torch.where(mask_T > 0, log_ratio_T, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     divergences = {"k1": -d_T, "k2": 0.5 * d_T.square(), "k3": torch.expm1(d_T) - d_T}
     if divergence not in divergences or level not in ("token", "seq_sum", "seq_mean", "seq_max"):
-        raise ValueError(
+        raise InputError(
             f"rollout_rs: unknown kind {kind!r}; use geometric, or token, seq_sum, seq_mean or "
             "seq_max with _k1, _k2 or _k3"
         )

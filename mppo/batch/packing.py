@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mppo.batch.batch import Batch, no_token_rewards
 from mppo.batch.episode import NO_WEIGHTS, Episode
+from mppo.safety.input_error import InputError
 
 
 def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch:
@@ -25,10 +26,10 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
         Batch on the CPU; no sequence has a home.
 
     Raises:
-        ValueError: no episode.
+        InputError: no episode.
     """
     if not episodes:
-        raise ValueError("a batch needs at least one episode")
+        raise InputError("a batch needs at least one episode")
     stopped_B = torch.tensor([each.finish_reason == "stop" for each in episodes])
     prompt_B = torch.tensor([len(each.prompt.token_ids) for each in episodes])
     answer_B = torch.tensor([each.length for each in episodes])

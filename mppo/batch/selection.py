@@ -13,6 +13,7 @@ from mppo.algos.packing import cumulative, select_cu_seqlens, select_sequences
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import sequence_digests
 from mppo.batch.outputs import Experience, Outputs
+from mppo.safety.input_error import InputError
 
 Indices = Sequence[int] | Tensor
 Holder = TypeVar("Holder", Batch, Outputs, Experience)
@@ -65,10 +66,10 @@ def concatenate_batches(batches: Sequence[Part]) -> Part:
         batches: of the first one's type or a derived one.
 
     Raises:
-        ValueError: ``batches`` is empty.
+        InputError: ``batches`` is empty.
     """
     if not batches:
-        raise ValueError("concatenate_batches needs at least one batch")
+        raise InputError("concatenate_batches needs at least one batch")
     counts = torch.tensor([batch.num_sequences for batch in batches])
     before = (counts.cumsum(0) - counts).tolist()
     held_H = torch.cat([batch.held_H + shift for batch, shift in zip(batches, before)])

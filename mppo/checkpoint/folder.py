@@ -18,13 +18,14 @@ from typing import Any
 
 from mppo.safety import disk
 from mppo.safety.disk import Damaged, FileEntry, flush, set_aside, write_bytes
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKSUM = "checksum"
 """Entry of the manifest with the checksum of its other entries."""
-_NAME = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"global_step_([0-9]+)")
 MAX_NUMBER = 1 << 60
 """Upper limit of the step, rank and byte counts in a manifest."""
 
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         Damaged: it is missing or cannot be read, its checksum differs (older manifests have none),
             or its step is not that of the folder's name.
-        ValueError: it has a newer format.
+        InputError: it has a newer format.
     """
     try:
         values = read_json(folder / MANIFEST, nan=True)
@@ -111,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise Damaged(f"{folder}: {MANIFEST} is missing") from None
         raise Damaged(f"{folder / MANIFEST}: cannot be read ({error})") from error
     if written > FORMAT:
-        raise ValueError(
+        raise InputError(
             f"{folder}: its format {written} is newer than {FORMAT}, the newest that this version "
             f"of mppo reads; use mppo {values.get('version')}, which wrote it, or a newer version"
         )
@@ -152,7 +153,7 @@ def read_verified(folder: Path) -> Manifest:
 
     Raises:
         Damaged: the manifest, or a file that differs from it.
-        ValueError: the checkpoint has a newer format.
+        InputError: the checkpoint has a newer format.
     """
     manifest = read_manifest(folder)
     disk.check_sizes(folder, manifest.files)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
 
@@ -57,7 +58,7 @@ def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroup
         header = file.metadata()
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if tensors["torch"].shape != torch.get_rng_state().shape:
-        raise ValueError(f"{folder / file_name(rank)}: 'torch' is not a state of torch's generator")
+        raise InputError(f"{folder / file_name(rank)}: 'torch' is not a state of torch's generator")
     version, words, gauss = parse_json(header["python"])
     random.setstate((version, tuple(words), gauss))
     numpy_kind, *numpy_rest = parse_json(header["numpy"])

@@ -31,6 +31,7 @@ from mppo.models.hybrid_adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.safety.input_error import InputError
 from mppo.weights.shape import model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
@@ -267,7 +268,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
         counters: ``role_counters`` of the run that saved it.
 
     Raises:
-        ValueError: the checkpoint is damaged, or lacks tensors of this role or parts of them.
+        InputError: the checkpoint is damaged, or lacks tensors of this role or parts of them.
     """
     with role.groups.active(), torch.no_grad():
         state = sharded_state(role)
@@ -278,7 +279,7 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
         vocab = model_shape(role.hf_config).vocab
         loaded, absent = load_sharded(folder, read_checkpoint(folder), state, vocab)
         if absent:
-            raise ValueError(
+            raise InputError(
                 f"{folder}: {len(absent)} tensors of {role.name} are missing, such as {min(absent)}"
             )
         for i, stage in enumerate(role.stages):
@@ -295,7 +296,7 @@ def _load_stage(stage, tensors: dict[str, Any], folder: Path) -> None:
     missing, unexpected = stage.load_state_dict(tensors, strict=False)
     wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
     if wrong:
-        raise ValueError(f"{folder}: parameters do not match the model: {', '.join(wrong[:5])}")
+        raise InputError(f"{folder}: parameters do not match the model: {', '.join(wrong[:5])}")
 
 
 def role_counters(role: Role) -> dict[str, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mppo.safety.input_error import InputError
+
 PREFIX = "hf:"
 FORM = "hf:OWNER/NAME, hf:OWNER/NAME:SPLIT or hf:OWNER/NAME/CONFIG:SPLIT"
 _PART = r"\w(?:[\w.-]*\w)?"
@@ -40,9 +42,9 @@ def parse_data_set(name: str, default_split: str) -> DataSetName:
     """Parse the name of a data set.
 
     Raises:
-        ValueError: the name does not have this form.
+        InputError: the name does not have this form.
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"is not of the form {FORM}")
+        raise InputError(f"is not of the form {FORM}")
     return DataSetName(match[1], match[2], match[3] or default_split)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mppo.safety.foreign_text import visible
+from mppo.safety.input_error import InputError
 from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text
 
 
@@ -40,7 +41,7 @@ class ConfigIssue:
         return f"{key} = {shown}\n     why:  {why}\n     fix: {fix}"
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """All issues of one recipe.
 
     Args:

@@ -11,6 +11,7 @@ from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.content import check_same_rows
 from mppo.data.source import PromptSet, SourceShare
+from mppo.safety.input_error import InputError
 
 
 def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
@@ -56,7 +57,7 @@ class PromptLoader:
         any_content: bool = False,
     ) -> None:
         if not len(prompt_set) or batch_size < 1:
-            raise ValueError(
+            raise InputError(
                 f"need at least one prompt and a positive batch size: "
                 f"got {len(prompt_set)} prompts, batch_size {batch_size}"
             )
@@ -121,14 +122,14 @@ class PromptLoader:
         """Continue from a saved position.
 
         Raises:
-            ValueError: the state was saved with other data or another seed, with which the
+            InputError: the state was saved with other data or another seed, with which the
                 position would refer to other prompts. ConfigError: the rows differ.
         """
         mine = self.state_dict()
         for key in ("seed", "num_prompts", "prompts_and_draws"):
             # the last key is absent without a mix, as in checkpoints of older versions
             if state.get(key) != mine.get(key):
-                raise ValueError(
+                raise InputError(
                     f"the checkpoint's data order has {key} = {state.get(key)}, this run has "
                     f"{mine.get(key)}: resume with the same data section, or start a new run"
                 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file
 
 MAX_ROWS, ROWS_AT_ONCE = 100_000_000, 1024
@@ -61,7 +62,7 @@ def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
                 for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
                     total += sum(map(_row_bytes, batch.columns))
                     if total > limit:
-                        raise ValueError(_too_large(total, limit))
+                        raise InputError(_too_large(total, limit))
                     yield from batch.to_pylist()
         except Exception as error:  # pyarrow raises many types for a damaged file
             why = f"not a usable parquet file: {error}"
@@ -74,22 +75,22 @@ def _check_metadata(metadata: Any, limit: int) -> None:
     """Check the counts and sizes that a file states, before anything is decoded.
 
     Raises:
-        ValueError: one exceeds its limit.
+        InputError: one exceeds its limit.
     """
     if metadata.num_rows > MAX_ROWS:
-        raise ValueError(f"it claims to have {metadata.num_rows} rows, more than {MAX_ROWS}")
+        raise InputError(f"it claims to have {metadata.num_rows} rows, more than {MAX_ROWS}")
     total = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         for column in map(group.column, range(group.num_columns)):
             if column.num_values > MAX_VALUES:
-                raise ValueError(
+                raise InputError(
                     f"{column.path_in_schema} claims to have {column.num_values} values in a row "
                     f"group, more than {MAX_VALUES}; write it with smaller row groups"
                 )
             total += column.total_uncompressed_size
     if total > limit:
-        raise ValueError(_too_large(total, limit))
+        raise InputError(_too_large(total, limit))
 
 
 def _too_large(total: int, limit: int) -> str:

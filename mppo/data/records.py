@@ -13,6 +13,7 @@ from typing import Any
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.files import DATA_FORMS
 from mppo.data.parquet import read_parquet
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, parse_json, read_text
 
 MAX_LINE_BYTES = 64 << 20
@@ -39,7 +40,7 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
 
     Raises:
         ConfigError: another ending, or an unreadable parquet file.
-        OSError, ValueError: the file is missing or cannot be read.
+        OSError, InputError: the file is missing or cannot be read.
     """
     if path.suffix in (".jsonl", ".ndjson"):
         yield from _jsonl(path)
@@ -60,7 +61,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             if not line:
                 break
             if len(line) == MAX_LINE_BYTES:
-                raise ValueError(f"line {number} has {MAX_LINE_BYTES} bytes or more")
+                raise InputError(f"line {number} has {MAX_LINE_BYTES} bytes or more")
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.records import Unreadable, read_records
+from mppo.safety.input_error import InputError
 
 MAX_FAULTS, MAX_PLACES = 10, 5
 """Most causes in one message, and most rows named for each cause."""
@@ -50,7 +51,7 @@ class DataRow:
     where: str = ""
 
 
-class BadRow(ValueError):
+class BadRow(InputError):
     """A row that cannot be used; the message says why."""
 
 

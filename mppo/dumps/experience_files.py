@@ -23,6 +23,7 @@ from mppo.algos.packing import cumulative
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Experience, Outputs
 from mppo.safety.disk import replace_bytes
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import parse_json
 from mppo.weights.hf.safetensors_file import read_header
 
@@ -98,7 +99,7 @@ def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None)
     try:
         return _read(folder, ranks, held)
     except (SafetensorError, RuntimeError, IndexError) as error:  # tensors that do not fit together
-        raise ValueError(f"{folder}: {error}") from error
+        raise InputError(f"{folder}: {error}") from error
 
 
 def read_one_file(path: Path) -> Experience:
@@ -112,15 +113,15 @@ def read_one_file(path: Path) -> Experience:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         ends = tensors[_ENDS]
         if len(ends) < 2 or ends[0] != 0 or ends.dtype != torch.int64 or (ends.diff() < 0).any():
-            raise ValueError(f"{path}: {_ENDS} does not divide the tokens into sequences")
+            raise InputError(f"{path}: {_ENDS} does not divide the tokens into sequences")
         tokens, sequences = int(ends[-1]), len(ends) - 1
         for name, tensor in tensors.items():
             length = {"T": tokens, "B": sequences}.get(name[-1])
             if length not in (None, len(tensor)):
-                raise ValueError(f"{path}: {name} has {len(tensor)} rows, not {length}")
+                raise InputError(f"{path}: {name} has {len(tensor)} rows, not {length}")
         return _experience(tensors, {"layers": None, "actor": True})
     except (SafetensorError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}") from error
 
 
 def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
@@ -135,12 +136,12 @@ def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
     found: dict[str, dict[int, Tensor]] = {}
     for rank in sorted({max(homes[index], 0) for index in held}) or [0]:
         if rank >= ranks:
-            raise ValueError(f"{folder}: rank {rank} of {ranks} holds a sequence")
+            raise InputError(f"{folder}: rank {rank} of {ranks} holds a sequence")
         with _opened(rank_file(folder, rank)) as file:
             _read_held(file, set(held), found)
     missing = set(held) - found.get("batch.tokens_T", {}).keys()
     if missing:
-        raise ValueError(f"{folder}: no file holds sequence {min(missing)}")
+        raise InputError(f"{folder}: no file holds sequence {min(missing)}")
     tensors = dict(shared)
     lengths = shared["batch.lengths_B"].tolist()
     for name, parts in found.items():
@@ -148,7 +149,7 @@ def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
         if wrong:
             index = wrong[0]
             count = f"{len(parts[index])} of its {lengths[index]} tokens"
-            raise ValueError(f"{folder}: {name} of sequence {index} has {count}")
+            raise InputError(f"{folder}: {name} of sequence {index} has {count}")
         tensors[name] = torch.cat([parts[i] for i in held]) if held else _nothing(folder, name)
     indices = torch.tensor(list(held), dtype=torch.int64)
     tensors[_HELD], tensors[_ENDS] = indices, cumulative(tensors["batch.lengths_B"][indices])
@@ -161,14 +162,14 @@ def _opened(path: Path) -> Iterator[Any]:
     """Open a file, after a check of its header, which another library reads, and of the types.
 
     Raises:
-        ValueError: a tensor has a type that its name does not allow.
+        InputError: a tensor has a type that its name does not allow.
     """
     read_header(path)
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118
             kind, shape = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
             if (kind[0] in "IU") != (name.rpartition(".")[2] in _WHOLE) or not shape:
-                raise ValueError(f"{path}: {name} cannot be of type {kind} and shape {shape}")
+                raise InputError(f"{path}: {name} cannot be of type {kind} and shape {shape}")
         yield file
 
 

@@ -26,7 +26,7 @@ def step_folders(parent: Path) -> dict[int, Path]:
     return {
         int(match[1]): entry
         for entry in entries
-        if (match := re.fullmatch(r"step_(\d+)", entry.name)) and entry.is_dir()
+        if (match := re.fullmatch(r"step_([0-9]+)", entry.name)) and entry.is_dir()
     }
 
 

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from mppo.dumps.stale import stale_reason, step_folders
 from mppo.safety.disk import replace_text
 from mppo.safety.foreign_text import json_line, quoted
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
 from mppo.safety.redact import redact
 
@@ -124,21 +125,21 @@ def read_header_of(folder: Path) -> StepDump:
     """Read ``step.json``.
 
     Raises:
-        ValueError: the file is missing or belongs to another version of mppo, or an entry is not
+        InputError: the file is missing or belongs to another version of mppo, or an entry is not
             valid; the message names it with its value.
     """
     path = folder / HEADER
     content = read_json(path, nan=True)
     if content.get("format") != _FORMAT:
         why = f"has format {content.get('format')}, not {_FORMAT}"
-        raise ValueError(f"{path}: {why}; dump the step with this version of mppo")
+        raise InputError(f"{path}: {why}; dump the step with this version of mppo")
     try:
         return _HEADER.validate_json(json.dumps(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         value = quoted(repr(first["input"]))
-        raise ValueError(f"{path}: {where} = {value}: {first['msg']}") from error
+        raise InputError(f"{path}: {where} = {value}: {first['msg']}") from error
 
 
 def write_pieces(folder: Path, rank: int, pieces: Mapping[int, str]) -> None:
@@ -151,7 +152,7 @@ def read_pieces(folder: Path, ranks: int) -> dict[int, str]:
     """The text of the tokens of all ranks.
 
     Raises:
-        ValueError: a file is missing or not valid.
+        InputError: a file is missing or not valid.
     """
     pieces: dict[int, str] = {}
     for rank in range(ranks):
@@ -186,5 +187,5 @@ def _complete_dumps(path: Path) -> dict[int, Path]:
         found = {step: folder for step, folder in steps if (folder / HEADER).is_file()}
         if found:
             return found
-    match = re.fullmatch(r"step_(\d+)", path.resolve().name)
+    match = re.fullmatch(r"step_([0-9]+)", path.resolve().name)
     return {int(match[1]): path} if match and (path / HEADER).is_file() else {}

@@ -13,6 +13,9 @@ from mppo.dumps.experience_files import read_experience
 from mppo.dumps.step_dump import SequenceRow, StepDump, read_pieces
 from mppo.safety.redact import HIDDEN, redact_text
 
+_LONGEST = 250
+"""Most characters that are shown of a token's text."""
+
 
 @dataclass(frozen=True)
 class TokenTable:
@@ -81,7 +84,7 @@ def read_token_tables(
         after = min(first + prompts[index], last)
         numbers = {name: tuple(x_T[after:last].tolist()) for name, x_T in known.items()}
         prompt_tokens = min(prompts[index], last - first)
-        row = header.rows[index]
+        row, shown = header.rows[index], tuple(text[:_LONGEST] for text in texts)
         inserted = tuple((batch.value_mask_T[after:last] == 0).tolist())
-        found.append(TokenTable(row, tuple(tokens), texts, prompt_tokens, inserted, numbers))
+        found.append(TokenTable(row, tuple(tokens), shown, prompt_tokens, inserted, numbers))
     return found

@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.rules.files import no_model_folder
 from mppo.hub.tokenizer_growth import check_growth
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
 from mppo.weights.model_folder import companion_folder
@@ -150,7 +151,7 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
         trust_remote_code: run Python code of the folder.
 
     Raises:
-        ValueError: ``config.json`` is missing or unreadable, names an unknown family, or holds a
+        InputError: ``config.json`` is missing or unreadable, names an unknown family, or holds a
             value out of range.
     """
     from transformers import AutoConfig
@@ -166,7 +167,7 @@ def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> Pr
     except Exception as error:  # transformers raises many types for an unexpected value
         if trust_remote_code:
             raise  # the folder's own code failed: its traceback says where
-        raise ValueError(f"{folder / CONFIG}: {_one_line(error)}") from error
+        raise InputError(f"{folder / CONFIG}: {_one_line(error)}") from error
 
 
 @cache
@@ -215,11 +216,11 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of a tokenizer's end-of-sequence token.
 
     Raises:
-        ValueError: the tokenizer has no end-of-sequence token.
+        InputError: the tokenizer has no end-of-sequence token.
     """
     token = tokenizer.eos_token_id
     if not isinstance(token, int):
-        raise ValueError(f"the tokenizer's eos_token_id is {token}, not a token; name an eos_token")
+        raise InputError(f"the tokenizer's eos_token_id is {token}, not a token; name an eos_token")
     return token
 
 
@@ -227,7 +228,7 @@ def _check_tokenizer_files(folder: Path) -> None:
     """Check the files that transformers opens: regular files, and valid JSON.
 
     Raises:
-        ValueError: a file is not regular, or is not JSON; the message names it.
+        InputError: a file is not regular, or is not JSON; the message names it.
     """
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():

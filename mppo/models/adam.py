@@ -17,6 +17,8 @@ from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from mppo.safety.input_error import InputError
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019); one kernel call per parameter group.
@@ -33,7 +35,7 @@ class AdamW(torch.optim.Optimizer):
         adam_w_mode: True; the argument by which Megatron selects decoupled weight decay.
 
     Raises:
-        ValueError: ``adam_w_mode`` is False.
+        InputError: ``adam_w_mode`` is False.
 
     Source: https://arxiv.org/abs/1711.05101.
     """
@@ -48,7 +50,7 @@ class AdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
     ) -> None:
         if not adam_w_mode:
-            raise ValueError("adam_w_mode = False is not supported: only decoupled weight decay is")
+            raise InputError("adam_w_mode = False is not supported: only decoupled weight decay is")
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()

@@ -24,28 +24,29 @@ import torch
 from mppo.parallel import staged_group
 from mppo.parallel.node import numa
 from mppo.parallel.node.gpu_driver import check_gpus
+from mppo.safety.input_error import InputError
 
 
 def check() -> None:
     """Check that the device named by ``MPPO_DEVICE`` exists, or by default that GPUs are usable.
 
     Raises:
-        ValueError: the device does not exist, the variable has another value than cpu or cuda, or
+        InputError: the device does not exist, the variable has another value than cpu or cuda, or
             it is unset on a node whose GPUs torch does not see.
     """
     name = os.environ.get("MPPO_DEVICE", "")
     if name not in ("", "cpu", "cuda"):
-        raise ValueError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
+        raise InputError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
     if not name:
         check_gpus()
     share = os.environ.get("MPPO_SHARE_GPU", "")
     if share not in ("", "0", "1"):
-        raise ValueError(f"MPPO_SHARE_GPU={share}: set 1 for ranks that share a GPU, or unset it")
+        raise InputError(f"MPPO_SHARE_GPU={share}: set 1 for ranks that share a GPU, or unset it")
     if name == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch sees no GPU" if built else "this torch is built for the CPU"
         fix = "start on a machine with one (see nvidia-smi)" if built else "install torch for CUDA"
-        raise ValueError(f"MPPO_DEVICE=cuda, but {why}: {fix}, or unset the variable")
+        raise InputError(f"MPPO_DEVICE=cuda, but {why}: {fix}, or unset the variable")
 
 
 def is_cuda() -> bool:
@@ -108,7 +109,7 @@ def select(local_rank: int, ranks_on_node: int) -> None:
             unless the user set ``OMP_NUM_THREADS`` to something other than torchrun's 1.
 
     Raises:
-        ValueError: see ``check``.
+        InputError: see ``check``.
     """
     check()
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -274,13 +275,13 @@ def gpu_indices(wanted: Sequence[str], machine: Sequence[str]) -> list[int]:
         machine: UUIDs of the machine's GPUs, from ``gpus_of_machine``.
 
     Raises:
-        ValueError: a GPU is not on the machine, or two are the same.
+        InputError: a GPU is not on the machine, or two are the same.
     """
     missing = [uuid for uuid in wanted if uuid not in machine]
     if missing:
-        raise ValueError(f"the GPUs {', '.join(missing)} are not among the {len(machine)} here")
+        raise InputError(f"the GPUs {', '.join(missing)} are not among the {len(machine)} here")
     if len(set(wanted)) < len(wanted):
-        raise ValueError(f"several ranks share a GPU ({', '.join(wanted)})")
+        raise InputError(f"several ranks share a GPU ({', '.join(wanted)})")
     return [machine.index(uuid) for uuid in wanted]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from mppo.safety.input_error import InputError
+
 
 @dataclass(frozen=True)
 class EnvironmentRule:
@@ -121,13 +123,13 @@ def check_queues(environ: Mapping[str, str], interleaved: bool) -> None:
         interleaved: as in ``set_for_training``.
 
     Raises:
-        ValueError: with it, the stages of an interleaved pipeline could wait for each other for
+        InputError: with it, the stages of an interleaved pipeline could wait for each other for
             ever.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     queues = environ.get(name, str(QUEUES_INTERLEAVED))
     if interleaved and queues != str(QUEUES_INTERLEAVED):
-        raise ValueError(
+        raise InputError(
             f"{name}={queues}: with virtual_pipeline_model_parallel_size, streams that share a "
             "hardware queue can make the pipeline's stages wait for each other for ever: unset it, "
             f"or set it to {QUEUES_INTERLEAVED}"

@@ -18,6 +18,7 @@ from typing import Literal
 import psutil
 
 from mppo.parallel.addresses import LOOPBACK, free_port, own_address
+from mppo.safety.input_error import InputError
 
 Launcher = Literal["torchrun", "mpi", "slurm", "python"]
 LAUNCHERS: tuple[Launcher, ...] = ("torchrun", "mpi", "slurm", "python")
@@ -52,7 +53,7 @@ class LaunchInfo:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and self.local_rank >= 0):
-            raise ValueError(
+            raise InputError(
                 f"{self.how} gave rank {self.rank} (local {self.local_rank}) of "
                 f"{self.world_size}: start every process through one launcher"
             )
@@ -68,7 +69,7 @@ def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:
         This process's place. Collective under MPI.
 
     Raises:
-        ValueError: the launcher's variables are incomplete, or MPI is needed and missing.
+        InputError: the launcher's variables are incomplete, or MPI is needed and missing.
     """
     environ = os.environ if environ is None else environ
     return _READERS[launcher(environ)](environ)
@@ -81,11 +82,11 @@ def launcher(environ: Mapping[str, str]) -> Launcher:
     batch script that starts ``python`` without ``srun`` has no step and is a world of one.
 
     Raises:
-        ValueError: ``MPPO_LAUNCHER`` names no launcher.
+        InputError: ``MPPO_LAUNCHER`` names no launcher.
     """
     if name := environ.get("MPPO_LAUNCHER", ""):
         if name not in LAUNCHERS:
-            raise ValueError(f"MPPO_LAUNCHER={name}: choose one of {', '.join(LAUNCHERS)}")
+            raise InputError(f"MPPO_LAUNCHER={name}: choose one of {', '.join(LAUNCHERS)}")
         return name
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
@@ -140,29 +141,29 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     """Number of tasks on one node from Slurm's compressed list: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
-        ValueError: the list is malformed or names fewer nodes.
+        InputError: the list is malformed or names fewer nodes.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} cannot be read")
+            raise InputError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} cannot be read")
         counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
-        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has no node {node}")
+        raise InputError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has no node {node}")
     return counts[node]
 
 
 def _integer(environ: Mapping[str, str], name: str, how: str) -> int:
     value = environ.get(name, "")
     if not value.isdigit():
-        raise ValueError(f"started by {how}, but {name}={value!r} is not a number: set it")
+        raise InputError(f"started by {how}, but {name}={value!r} is not a number: set it")
     return int(value)
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
     if not environ.get("MASTER_ADDR"):
-        raise ValueError("RANK and WORLD_SIZE are set but MASTER_ADDR is not: start with torchrun")
+        raise InputError("RANK and WORLD_SIZE are set but MASTER_ADDR is not: start with torchrun")
     return LaunchInfo(
         rank=_integer(environ, "RANK", "torchrun"),
         world_size=_integer(environ, "WORLD_SIZE", "torchrun"),
@@ -205,7 +206,7 @@ def _slurm_master(environ: Mapping[str, str]) -> str:
         first = names.split()[0]
         shown = subprocess.check_output(["scontrol", "show", "node", "-o", first], text=True)
     except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise ValueError(
+        raise InputError(
             f"cannot find the address of the first node of {nodes!r} with scontrol ({error}): "
             "set MASTER_ADDR in the job script"
         ) from error
@@ -220,7 +221,7 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo:
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
-        raise ValueError(
+        raise InputError(
             f'started by mpirun, but mpi4py cannot be imported ({error}): pip install "mppo[mpi]", '
             "or start with torchrun"
         ) from error
@@ -230,7 +231,7 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo:
     on_this_node = on_node.Get_size()
     tasks = environ.get("SLURM_NTASKS", "")
     if size == 1 and tasks.isdigit() and int(tasks) > 1 and "SLURM_STEP_ID" in environ:
-        raise ValueError(
+        raise InputError(
             f"srun started {tasks} tasks but MPI sees one: use srun --mpi=pmi2 with an MPI that "
             "supports PMI-2, or set MPPO_LAUNCHER=slurm to start without MPI"
         )

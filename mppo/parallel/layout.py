@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from mppo.safety.input_error import InputError
+
 
 class MegatronSizes(TypedDict):
     """Sizes of a layout's axes by Megatron's names."""
@@ -44,7 +46,7 @@ class Layout:
         vpp: model chunks per pipeline stage (1: no interleaving).
 
     Raises:
-        ValueError: the axes do not fit the world size.
+        InputError: the axes do not fit the world size.
     """
 
     world: int
@@ -57,12 +59,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.world % (self.tp * self.pp * self.cp):
-            raise ValueError(
+            raise InputError(
                 f"world size {self.world} is not a multiple of "
                 f"tp x pp x cp = {self.tp} x {self.pp} x {self.cp} = {self.tp * self.pp * self.cp}"
             )
         if self.world % (self.etp * self.ep * self.pp):
-            raise ValueError(
+            raise InputError(
                 f"world size {self.world} is not a multiple of "
                 f"etp x ep x pp = {self.etp} x {self.ep} x {self.pp} = "
                 f"{self.etp * self.ep * self.pp}"

@@ -18,6 +18,7 @@ from mppo.parallel import device
 from mppo.parallel.addresses import interface_towards, resolves_to_loopback
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.launch import LaunchInfo
+from mppo.safety.input_error import InputError
 
 _STORE_ATTEMPTS = 5
 _POLL_S = 0.05
@@ -51,7 +52,7 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
     """Select this rank's device and join the default process group. Collective.
 
     Raises:
-        ValueError: the rendezvous port is in use, or the device of ``MPPO_DEVICE`` is missing.
+        InputError: the rendezvous port is in use, or the device of ``MPPO_DEVICE`` is missing.
         RuntimeError: torchrun has exited, or a rank did not join within ``timeout_s``.
     """
     device.select(info.local_rank, info.local_world_size)
@@ -75,7 +76,7 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise ValueError(
+        raise InputError(
             f"MASTER_PORT={info.master_port}: another program on this machine uses the port: set "
             "MASTER_PORT to a free one, or end that program"
         ) from error
@@ -90,12 +91,12 @@ def check_distinct(gpus: Sequence[str]) -> None:
         gpus: UUID of each rank's GPU.
 
     Raises:
-        ValueError: two have.
+        InputError: two have.
     """
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if first.setdefault(gpu, rank) != rank:
-            raise ValueError(
+            raise InputError(
                 f"ranks {first[gpu]} and {rank} have the same GPU ({gpu}): start as many ranks per "
                 "node as it has GPUs, or let ranks share them, slowly, with MPPO_SHARE_GPU=1"
             )

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from mppo.safety.disk import naming
 from mppo.safety.foreign_text import json_line
+from mppo.safety.input_files import read_file
 
 FILE = "events.jsonl"
 EventKind = Literal["start", "end", "died", "warning", "engine"]
@@ -52,10 +53,12 @@ def append_event(folder: Path, event: RunEvent) -> None:
 
 def read_events(folder: Path) -> list[RunEvent]:
     """The events in the order in which they happened; lines that are not events are ignored."""
-    path, found = folder / FILE, []
-    if not path.is_file():
+    found: list[RunEvent] = []
+    try:
+        text = read_file(folder / FILE).decode(errors="replace")
+    except (OSError, ValueError):
         return []
-    for line in path.read_text(errors="replace").split("\n"):
+    for line in text.split("\n"):
         try:
             event = RunEvent(**json.loads(line))
         except (ValueError, TypeError, RecursionError):

@@ -10,10 +10,14 @@ from pathlib import Path
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.safety.disk import naming, replace_text
 from mppo.safety.foreign_text import visible
+from mppo.safety.input_error import InputError
+from mppo.safety.input_files import read_file
 
 Metrics = Mapping[str, float]
 LONGEST_NAME = 250
 """Most characters of a metric's name."""
+_LIMIT = 4 << 30
+"""Most bytes of a run's metrics: a million steps."""
 
 # Metric names that the console, the plot and the run report show.
 REWARD = "critic/score/mean"
@@ -65,7 +69,7 @@ class History:
         """Read the lines of the first ``done`` steps, and drop later ones.
 
         Raises:
-            ValueError: a line is not valid (``read_history``).
+            InputError: a line is not valid (``read_history``).
         """
         self._started = True
         if self.path is None or not self.path.exists():
@@ -95,9 +99,11 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Step and metrics of each line; an incomplete last line is left out.
 
     Raises:
-        ValueError: with the first line that a run could not have written, and the reason.
+        OSError: the file cannot be read.
+        InputError: with the first line that a run could not have written, and the reason; or it
+            is no regular file.
     """
-    *lines, last = path.read_bytes().split(b"\n")
+    *lines, last = read_file(path, _LIMIT).split(b"\n")
     rows = []
     for number, line in enumerate([*lines, last], start=1):
         try:
@@ -105,7 +111,7 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
                 rows.append(_row(line))
         except ValueError as error:
             if number <= len(lines):
-                raise ValueError(f"line {number}: {error}") from error
+                raise InputError(f"line {number}: {error}") from error
     return rows
 
 
@@ -129,16 +135,16 @@ def _row(line: bytes) -> tuple[int, dict[str, float]]:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise ValueError("is not UTF-8") from error
+        raise InputError("is not UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON ({error})") from error
+        raise InputError(f"is not JSON ({error})") from error
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError("is not a JSON object with a step")
+        raise InputError("is not a JSON object with a step")
     step = row.pop("step")
     try:
         return step, {name: math.nan if v is None else float(v) for name, v in row.items()}
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"holds something that is not a number ({error})") from error
+        raise InputError(f"holds something that is not a number ({error})") from error
 
 
 def _line(step: int, row: Metrics) -> str:

@@ -10,9 +10,12 @@ from typing import Literal, get_args
 
 import mppo
 from mppo.safety.disk import replace_text
+from mppo.safety.input_files import read_text
 
 FILE = "status.json"
 REPORT = "report.md"
+_LIMIT = 1 << 16
+"""Most bytes of a status."""
 RunState = Literal["running", "finished", "stopped early", "failed"]
 
 
@@ -41,7 +44,7 @@ def write_status(folder: Path, status: Status) -> None:
 def read_status(folder: Path) -> Status | None:
     """The status of the last run; None if there is no readable file."""
     try:
-        found = Status(**json.loads((folder / FILE).read_bytes()))
+        found = Status(**json.loads(read_text(folder / FILE, _LIMIT)))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     is_valid = type(found.step) is type(found.total_steps) is int
@@ -57,7 +60,7 @@ def finished_steps(folder: Path) -> int:
     if status is not None:
         return status.step if status.status == "finished" else 0
     try:
-        found = re.search(r"^Finished after (\d+) steps", (folder / REPORT).read_text(), re.M)
+        found = re.search(r"^Finished after (\d+) steps", read_text(folder / REPORT), re.M)
     except (OSError, ValueError):
         return 0
     return int(found[1]) if found else 0

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from mppo.safety.input_error import InputError
+
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -19,7 +21,7 @@ def parse_tests(ground_truth: str) -> list[Any]:
     """Read the tests of a ground truth; all have the same form.
 
     Raises:
-        ValueError: the ground truth has neither form, or no tests.
+        InputError: the ground truth has neither form, or no tests.
     """
     try:
         tests = json.loads(ground_truth)
@@ -34,7 +36,7 @@ def parse_tests(ground_truth: str) -> list[Any]:
             return tests
         if all(isinstance(test, dict) and keys <= test.keys() for test in tests):
             return tests
-    raise ValueError(
+    raise InputError(
         "the ground truth of a program must be a JSON list of test statements, or of objects "
         "with 'input' and 'output', or an object of lists 'inputs' and 'outputs'; it is "
         f"{ground_truth[:80]!r}"

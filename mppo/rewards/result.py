@@ -15,6 +15,7 @@ from numbers import Real
 from typing import Any
 
 from mppo.safety.foreign_text import valid_text
+from mppo.safety.input_error import InputError
 
 SHOWN = 80
 """Most characters of a result that a message quotes."""
@@ -29,7 +30,7 @@ TokenRewards = Sequence[Any]
 """One reward for each token of a response, or rewards at some positions."""
 
 
-class NoScore(ValueError):
+class NoScore(InputError):
     """There is no score; the message continues a sentence that begins "the score"."""
 
 

@@ -20,6 +20,7 @@ from mppo.rewards.scores import FailedScore, Unscored
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
 from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask
+from mppo.safety.input_error import InputError
 from mppo.supervision.phase import tick
 
 MEMORY_MB = 4096
@@ -132,7 +133,7 @@ class RuleReward:
 
         Raises:
             ConfigError: a data source has no verifier, or a package is missing.
-            ValueError: a verifier cannot read its ground truth.
+            InputError: a verifier cannot read its ground truth.
         """
         for prompt in prompts:
             name, response = self._name(prompt), Response(prompt, prompt.ground_truth)
@@ -147,7 +148,7 @@ class RuleReward:
             (result,) = self._run(name, [response])
             if result.outcome != SCORE:
                 why = f"{result.outcome} {result.text}"
-                raise ValueError(f"{describe(prompt)} cannot be verified: {why}")
+                raise InputError(f"{describe(prompt)} cannot be verified: {why}")
 
     @cached_property
     def _code(self) -> ProgramVerifier:
@@ -211,4 +212,4 @@ def _naming(prompt: Prompt) -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ValueError(f"{describe(prompt)} cannot be verified: {error}") from error
+        raise InputError(f"{describe(prompt)} cannot be verified: {error}") from error

@@ -12,6 +12,7 @@ from mppo.batch.score import ResponseScore, compact
 from mppo.config.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import place_rewards, read_result
+from mppo.safety.input_error import InputError
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_scores(
         on_error: ``reward.on_error``.
 
     Raises:
-        ValueError: a response has no score, and ``on_error`` is ``stop``.
+        InputError: a response has no score, and ``on_error`` is ``stop``.
     """
     if len(results) != len(responses):
         why = f"is missing: {len(results)} results came for {len(responses)} responses"
@@ -113,10 +114,10 @@ def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
         on_error: ``reward.on_error``.
 
     Raises:
-        ValueError: it is ``stop``; the message is that of ``failed``.
+        InputError: it is ``stop``; the message is that of ``failed``.
     """
     if on_error == "stop":
-        raise ValueError(failed.message)
+        raise InputError(failed.message)
     return ResponseScore(float(on_error), error=failed.message, unscored=failed.unscored)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.safety.input_error import InputError
 
 Verifier = Callable[[str, str, Mapping[str, Any]], float]
 """(response, ground truth, the prompt's ``extra``) -> score."""
@@ -171,10 +172,10 @@ def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the reasoning_gym entry from which a row was made.
 
     Raises:
-        ValueError: the row has none.
+        InputError: the row has none.
     """
     if extra.get("entry") is None:
-        raise ValueError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
+        raise InputError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
     return extra["entry"]
 
 
@@ -236,7 +237,7 @@ def last_tagged(text: str) -> str | None:
 def _same_number(given: str, ground_truth: str) -> float:
     value = parse_number(ground_truth.rpartition("####")[2])
     if value is None:
-        raise ValueError(f"the ground truth {ground_truth!r} is not a number")
+        raise InputError(f"the ground truth {ground_truth!r} is not a number")
     return float(parse_number(given) == value)
 
 

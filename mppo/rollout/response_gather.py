@@ -13,6 +13,7 @@ from mppo.batch.episode import OPEN, Episode, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.rollout.engine import GenerationRequest
+from mppo.safety.input_error import InputError
 
 _REASONS = ("stop", "length", "abort", OPEN)
 _NO_EXPERTS = (-1, -1, -1)
@@ -34,7 +35,7 @@ def gather_episodes(
         By index: this rank's with tokens, those of others without.
 
     Raises:
-        ValueError: on every rank, if a log-probability is not finite.
+        InputError: on every rank, if a log-probability is not finite.
     """
     everyone = all_gather_varlen(_table(mine), world)
     found: dict[int, Episode] = {}
@@ -69,12 +70,12 @@ def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[in
     """What a rank knows of its episodes, by index.
 
     Raises:
-        ValueError: a log-probability is not finite.
+        InputError: a log-probability is not finite.
     """
     numbers = iter(table.tolist())
     spoiled, key, version, bits = islice(numbers, 4)
     if spoiled:
-        raise ValueError(_not_finite(request.sample_at(key)[0], version, bits))
+        raise InputError(_not_finite(request.sample_at(key)[0], version, bits))
     found: dict[int, Episode] = {}
     for key in numbers:
         reason, *shape, count = islice(numbers, 5)

@@ -22,6 +22,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from mppo.safety.input_error import InputError
+
 _PIECE = 1 << 16
 
 
@@ -74,14 +76,14 @@ def parse_answer(text: bytes) -> Any:
     """Parse a JSON text; NaN and infinities are accepted, because Python's servers send them.
 
     Raises:
-        ValueError: the text is not JSON, repeats a key, or is nested too deeply.
+        InputError: the text is not JSON, repeats a key, or is nested too deeply.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise InputError("nested too deeply") from None
     except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+        raise InputError("not UTF-8") from None
 
 
 def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Answer:
@@ -242,6 +244,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:40]!r} occurs twice")
+            raise InputError(f"the key {name[:40]!r} occurs twice")
         found[name] = value
     return found

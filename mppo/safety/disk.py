@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, open_file, read_json
 
 MARKER = ".mppo.json"
@@ -22,7 +23,7 @@ _FORMAT = 1
 _BLOCK = 16 << 20
 
 
-class Damaged(ValueError):
+class Damaged(InputError):
     """A file differs from what was written."""
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from mppo.safety.input_error import InputError
+
 MAX_FILE_BYTES = 512 << 20
 """Limit for files that are read at once; the largest tokenizers have 40 MB."""
 MAX_DEPTH = 100
@@ -33,7 +35,7 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: no such file, or not readable.
-        ValueError: the path is a folder, FIFO, device or socket.
+        InputError: the path is a folder, FIFO, device or socket.
     """
     _check_regular(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -50,13 +52,13 @@ def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
     Raises:
         OSError: no such file, or not readable.
-        ValueError: a folder, FIFO, device or socket, or larger than ``limit``.
+        InputError: a folder, FIFO, device or socket, or larger than ``limit``.
     """
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = b"" if size > limit else stream.read(limit + 1)
     if max(size, len(data)) > limit:
-        raise ValueError(
+        raise InputError(
             f"{path}: has {max(size, len(data))} bytes, more than {limit}; give the right file"
         )
     return data
@@ -75,19 +77,19 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
         nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
-        ValueError: the file is missing or not readable, is not a JSON object, or repeats a key.
+        InputError: the file is missing or not readable, is not a JSON object, or repeats a key.
     """
     try:
         text = read_text(path)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
-        raise ValueError(f"{path}: {'no such file' if missing else error.strerror}") from error
+        raise InputError(f"{path}: {'no such file' if missing else error.strerror}") from error
     try:
         content = parse_json(text, unique=True, nan=nan)
     except ValueError as error:
-        raise ValueError(f"{path}: unreadable JSON ({error})") from error
+        raise InputError(f"{path}: unreadable JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: a JSON {type(content).__name__}, not an object")
+        raise InputError(f"{path}: a JSON {type(content).__name__}, not an object")
     return content
 
 
@@ -100,7 +102,7 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
         nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
-        ValueError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
+        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
             thousands of digits or half a surrogate pair.
     """
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
@@ -108,16 +110,16 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
     try:
         content = json.loads(text, parse_constant=constant, object_pairs_hook=hook)
     except RecursionError as error:
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from error
+        raise InputError(f"nested more than {MAX_DEPTH} levels deep") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if error.lineno > 1 else ""
-        raise ValueError(f"{error.msg} at {line}column {error.colno}") from error
+        raise InputError(f"{error.msg} at {line}column {error.colno}") from error
     except ValueError as error:
         if "integer string conversion" in str(error):
-            raise ValueError("an integer of more than 4300 digits") from error
+            raise InputError("an integer of more than 4300 digits") from error
         raise
     if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(content, MAX_DEPTH):
-        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+        raise InputError(f"nested more than {MAX_DEPTH} levels deep")
     if "\\ud" in text or "\\uD" in text:
         _check_pairs(json.dumps(content, ensure_ascii=False))
     return content
@@ -134,16 +136,16 @@ def inside(folder: Path, name: Any) -> Path:
         name: relative path.
 
     Raises:
-        ValueError: the name is not a relative path, or leads out of the folder.
+        InputError: the name is not a relative path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{folder}: {name!r} is not a file name")
+        raise InputError(f"{folder}: {name!r} is not a file name")
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
-        raise ValueError(f"{folder}: {name!r} leads out of the folder; name files inside it")
+        raise InputError(f"{folder}: {name!r} leads out of the folder; name files inside it")
     real = Path(os.path.realpath(folder / name))
     if not any(real.is_relative_to(root) for root in _roots(folder)):
-        raise ValueError(
+        raise InputError(
             f"{folder}: {name!r} is a link to {real}, outside the folder; copy the file into it"
         )
     return folder / name
@@ -160,7 +162,7 @@ def check_regular_files(folder: Path) -> None:
     """Check a folder whose files a library will open: no file may block it or fill memory.
 
     Raises:
-        ValueError: the folder holds a FIFO, device or socket, or a text file larger than
+        InputError: the folder holds a FIFO, device or socket, or a text file larger than
             ``MAX_FILE_BYTES``.
     """
     for entry in sorted(folder.iterdir()):
@@ -173,7 +175,7 @@ def check_regular_files(folder: Path) -> None:
         _check_regular(entry, found)
         text = entry.suffix in (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
         if text and found.st_size > MAX_FILE_BYTES:
-            raise ValueError(
+            raise InputError(
                 f"{entry}: has {found.st_size} bytes, more than {MAX_FILE_BYTES}; "
                 "give the right file"
             )
@@ -182,14 +184,14 @@ def check_regular_files(folder: Path) -> None:
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special")
-        raise ValueError(f"{path}: is {kind}, not a file; replace it by the file")
+        raise InputError(f"{path}: is {kind}, not a file; replace it by the file")
 
 
 def _decoded(data: bytes, name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not UTF-8 at byte {error.start + 1}") from error
+        raise InputError(f"{name}: not UTF-8 at byte {error.start + 1}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} occurs twice")
+        raise InputError(f"the key {twice!r} occurs twice")
     return content
 
 
@@ -206,11 +208,11 @@ def _check_pairs(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a surrogate pair ({error.object[error.start]!r})") from error
+        raise InputError(f"half a surrogate pair ({error.object[error.start]!r})") from error
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise InputError(f"{name} is not JSON")
 
 
 def _deeper_than(content: Any, limit: int) -> bool:

@@ -48,6 +48,7 @@ from mppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
     ScoreNormalizationConfig,
 )
+from mppo.safety.input_error import InputError
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
@@ -141,7 +142,7 @@ def estimate(
         Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
 
     Raises:
-        ValueError: ``remax`` without ``baseline_scores_B``; or see ``correction_weights``.
+        InputError: ``remax`` without ``baseline_scores_B``; or see ``correction_weights``.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -213,7 +214,7 @@ def _advantages(
         return returns_T, returns_T
     if needs_greedy_baseline(algorithm):
         if baseline_scores_B is None:
-            raise ValueError(
+            raise InputError(
                 "algorithm.adv_estimator=remax needs baseline_scores_B, the scores of greedy "
                 "responses: generate one for each prompt"
             )
@@ -266,7 +267,7 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
         float32 ``[T]``.
 
     Raises:
-        ValueError: ``bypass_mode`` with importance weights: the policy's ratio is then relative to
+        InputError: ``bypass_mode`` with importance weights: the policy's ratio is then relative to
             the engine and already corrects.
     """
     batch = outputs.batch
@@ -275,7 +276,7 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
     weight_T = mask_T.clone()
     if correction.rollout_is != "off":
         if correction.bypass_mode:
-            raise ValueError(
+            raise InputError(
                 f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: in bypass_mode "
                 "the policy's ratio is relative to the engine and already corrects; set "
                 "rollout_is: off"

@@ -32,6 +32,7 @@ from mppo.dumps.step_dump import (
 from mppo.parallel.collectives import group_size, raise_on_any_rank
 from mppo.parallel.partition import partition
 from mppo.safety.disk import set_aside
+from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.failures import storage_message
 from mppo.trainer.metrics import conversation_metrics, reward_metrics
@@ -138,19 +139,19 @@ def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
         The responses with their scores, shared out, and the metrics of scoring.
 
     Raises:
-        ValueError: the dump is damaged, or does not suit the recipe.
+        InputError: the dump is damaged, or does not suit the recipe.
     """
     replayed = str(run.recipe.trainer.replay)
     folders = replay_folders(replayed)
     if not folders:
-        raise ValueError(f"trainer.replay={replayed}: the dumps are gone; restore the folder")
+        raise InputError(f"trainer.replay={replayed}: the dumps are gone; restore the folder")
     folder = folders[(step - 1) % len(folders)]
     try:
         header = read_header_of(folder)
         episodes = read_episodes(folder, header)
     except UNREADABLE as error:
         why = " ".join(str(error).split())
-        raise ValueError(
+        raise InputError(
             f"trainer.replay={replayed}: {folder} cannot be read ({why}); restore it from a copy, "
             "or remove this step's folder"
         ) from error
@@ -180,7 +181,7 @@ def _check_suits(run: Run, folder: Path, header: StepDump, episodes: list[Episod
     try:
         raise_on_any_rank(error, group_size())
     except RuntimeError as found:
-        raise ValueError(
+        raise InputError(
             f"trainer.replay: {folder} {found}; replay it with the model and rollout.n of the run "
             "that wrote it"
         ) from None
@@ -192,7 +193,7 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
     rank = dist.get_rank() if world > 1 else 0
     lengths_B = read_batch_tensor(folder, "lengths_B")
     if len(lengths_B) != len(header.rows):
-        raise ValueError(f"{len(header.rows)} rows for {len(lengths_B)} sequences")
+        raise InputError(f"{len(header.rows)} rows for {len(lengths_B)} sequences")
     home_B = read_batch_tensor(folder, "home_B")
     if header.ranks != world:
         for home, part in enumerate(partition(lengths_B.tolist(), world)):

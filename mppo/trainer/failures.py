@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from dis import opmap
-from pathlib import Path
 
 import torch
 
 from mppo.config.schema import Recipe
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
+from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
 from mppo.supervision.phase import current
 
-_PACKAGE = Path(__file__).parents[1]
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 _STORAGE = {
@@ -50,24 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def needs_no_traceback(error: BaseException) -> bool:
     """Whether the text of an error is sufficient for the user."""
-    known = isinstance(error, RuntimeError) or storage_message(error) is not None
-    return known or is_bad_input(error)
-
-
-def is_bad_input(error: BaseException) -> bool:
-    """Whether an error is this package's message about bad input.
-
-    It is a ``ValueError`` raised by a ``raise`` statement of this package. Others come from library
-    calls and indicate a bug.
-    """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not isinstance(error, ValueError):
-        return False
-    code = last.tb_frame.f_code
-    raised = code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
-    return raised and Path(code.co_filename).is_relative_to(_PACKAGE)
+    return isinstance(error, RuntimeError | InputError) or storage_message(error) is not None
 
 
 def advice(phase: str, recipe: Recipe) -> list[str]:
@@ -154,7 +135,7 @@ def report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> No
     if not needs_no_traceback(error) or "MPPO_TRACEBACK" in os.environ:
         traceback.print_exception(error)
     where = f"rank {info.rank} of {info.world_size}"
-    kind = "" if is_bad_input(error) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
     what = storage_message(error) or f"{kind}{error}"
     lines = [f"{where} failed while {current()}: {what}"]
     if is_out_of_memory(error):

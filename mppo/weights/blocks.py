@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from mppo.safety.input_error import InputError
+
 BlockKind = Literal["copy", "qkv", "gated", "vocab"]
 ZERO = -1
 
@@ -53,7 +55,7 @@ def shard_blocks(
         Blocks whose lengths sum to the shard's length.
 
     Raises:
-        ValueError: a length is not divisible by the number of shards or heads.
+        InputError: a length is not divisible by the number of shards or heads.
     """
     if kind == "gated":
         wholes = [Block(source, 0, length) for source, length in enumerate(lengths)]
@@ -67,7 +69,7 @@ def shard_blocks(
         flat = [Block(s, g * part, part) for g in range(groups) for s, part in enumerate(parts)]
     elif kind == "vocab":
         if padded < lengths[0]:
-            raise ValueError(f"{padded} rows cannot hold a vocabulary of {lengths[0]}")
+            raise InputError(f"{padded} rows cannot hold a vocabulary of {lengths[0]}")
         flat = [Block(0, 0, lengths[0]), Block(ZERO, 0, padded - lengths[0])]
     else:
         flat = [Block(0, 0, lengths[0])]
@@ -77,7 +79,7 @@ def shard_blocks(
 
 def _part(length: int, size: int) -> int:
     if length % size:
-        raise ValueError(f"a dimension of {length} cannot be cut into {size} equal parts")
+        raise InputError(f"a dimension of {length} cannot be cut into {size} equal parts")
     return length // size
 
 

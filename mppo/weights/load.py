@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.safety.input_error import InputError
 from mppo.weights.blocks import ZERO
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.names import hf_names
@@ -57,7 +58,7 @@ def load_hf_weights(
         The number of parameters and bytes, and what was left out.
 
     Raises:
-        ValueError: a tensor is missing or unknown, or its shape differs from config.json.
+        InputError: a tensor is missing or unknown, or its shape differs from config.json.
     """
     source = folder if isinstance(folder, HFFolder) else HFFolder(folder)
     shape = model_shape(hf_config)
@@ -91,7 +92,7 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
     """Check the folder's tensors against the table, and return the known ones outside it.
 
     Raises:
-        ValueError: a tensor is neither in the table nor a known extra, is missing in the folder,
+        InputError: a tensor is neither in the table nor a known extra, is missing in the folder,
             has another shape, or does not hold floats.
     """
     table = parameter_table(shape)
@@ -99,7 +100,7 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
     extras, unknown = [], []
     (score,), (one_label,) = table.value_entry().hf, table.value_entry().row.shapes
     if score in source.tensors and source.shape(score) != one_label:
-        raise ValueError(
+        raise InputError(
             f"{source.path}: {score} has shape {list(source.shape(score))}, but a value head has "
             f"{list(one_label)}; use a reward model with one label (num_labels=1)"
         )
@@ -111,14 +112,14 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
         known = known or is_extra_layer(name, shape)
         (extras if known else unknown).append(name)
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"{source.path}: {len(unknown)} tensors that a {shape.model_type} of "
             f"{shape.num_layers} layers does not have, such as {sorted(unknown)[0]}; config.json "
             "and the weights do not belong together"
         )
     lost = [name for name in expected if name not in source.tensors and name != projection]
     if lost:
-        raise ValueError(
+        raise InputError(
             f"{source.path}: {len(lost)} tensors are missing, such as {sorted(lost)[0]}"
         )
     for name, shape_expected in expected.items():
@@ -130,12 +131,12 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
 def _check_tensor(source: HFFolder, name: str, expected: tuple[int, ...]) -> None:
     stored = source.tensors[name]
     if stored.shape != expected:
-        raise ValueError(
+        raise InputError(
             f"{source.path}: {name} has shape {list(stored.shape)}, config.json says "
             f"{list(expected)}; they do not belong together"
         )
     if not stored.dtype.is_floating_point:
-        raise ValueError(
+        raise InputError(
             f"{source.path}: {name} is stored as {str(stored.dtype).removeprefix('torch.')}, but "
             "weights must be floats; use the unquantised model"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_text
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -29,7 +30,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
 
     Raises:
-        ValueError: no such folder exists.
+        InputError: no such folder exists.
     """
     path = Path(path)
     if (path / ".metadata").exists():
@@ -39,8 +40,8 @@ def checkpoint_folder(path: str | Path) -> Path:
         found = inside(path, f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if (found / ".metadata").exists():
             return found
-        raise ValueError(f"{path}: {LATEST} names {found.name}, which is not a checkpoint")
-    raise ValueError(
+        raise InputError(f"{path}: {LATEST} names {found.name}, which is not a checkpoint")
+    raise InputError(
         f"{path}: not a torch_dist checkpoint (no .metadata and no {LATEST}); set the path to the "
         "folder that Megatron saved with --ckpt-format torch_dist"
     )
@@ -50,7 +51,7 @@ def companion_folder(path: str | Path) -> Path:
     """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
 
     Raises:
-        ValueError: the path is a checkpoint without them.
+        InputError: the path is a checkpoint without them.
     """
     path = Path(path)
     if not is_megatron_checkpoint(path):
@@ -59,7 +60,7 @@ def companion_folder(path: str | Path) -> Path:
     for beside in (path / COMPANIONS, folder / COMPANIONS, folder.parent / COMPANIONS):
         if (beside / "config.json").exists():
             return beside
-    raise ValueError(
+    raise InputError(
         f"{path}: no {COMPANIONS}/config.json beside the checkpoint; put the model's config.json "
         "and tokenizer there"
     )

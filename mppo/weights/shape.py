@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mppo.safety.input_error import InputError
+
 GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
                 "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe")  # fmt: skip
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
@@ -82,11 +84,11 @@ class ModelShape:
     mla: MLAShape | None = None
 
 
-def refuse(key: str, value: Any, why: str, fix: str) -> ValueError:
+def refuse(key: str, value: Any, why: str, fix: str) -> InputError:
     """The error for an unsupported config: key, value, why, fix."""
     shown = repr(value)
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    return ValueError(f"config.json: {key} = {shown}: {why}; {fix}")
+    return InputError(f"config.json: {key} = {shown}: {why}; {fix}")
 
 
 def required(hf_config: Any, key: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.safety.input_error import InputError
 from mppo.weights.blocks import Block
 from mppo.weights.table import Entry, Table
 
@@ -53,7 +54,7 @@ def find_slots(
         One slot per parameter (per expert inside grouped layers), in the table's order.
 
     Raises:
-        ValueError: the table lacks a parameter, the stage lacks an entry, or a shape differs.
+        InputError: the table lacks a parameter, the stage lacks an entry, or a shape differs.
     """
     first_expert = coordinates.ep * (table.shape.num_experts // layout.ep)
     slots: list[Slot] = []
@@ -65,7 +66,7 @@ def find_slots(
             relative = inside[2] if inside else name
             entry = table.find(relative, layer, first_expert)
             if entry is None:
-                raise ValueError(
+                raise InputError(
                     f"the {table.shape.model_type} table has no parameter {name} "
                     f"(layer {layer}); the stage was built for another architecture"
                 )
@@ -112,7 +113,7 @@ def _slot(
         rank, size = 0, 1
     shape = entry.shard_shape(size, padded)
     if tuple(tensor.shape) != shape or (padded and padded < row.shapes[0][0]):
-        raise ValueError(
+        raise InputError(
             f"{name}: the stage has shape {list(tensor.shape)}, config.json says {list(shape)} "
             f"for shard {rank} of {size}"
         )
@@ -124,14 +125,14 @@ def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_exper
     held = [slot.entry.name for slot in slots]
     if len(set(held)) != len(held):
         twice = next(name for name in held if held.count(name) > 1)
-        raise ValueError(f"the stage holds {twice} twice")
+        raise InputError(f"the stage holds {twice} twice")
     last_expert = first_expert + table.shape.num_experts // layout.ep
     names = set(held)
     for layer in sorted({slot.entry.layer for slot in slots if slot.entry.layer is not None}):
         for entry in table.layer_entries(layer):
             local = entry.expert is None or first_expert <= entry.expert < last_expert
             if local and entry.name not in names:
-                raise ValueError(f"the stage lacks {entry.name}, which the architecture has")
+                raise InputError(f"the stage lacks {entry.name}, which the architecture has")
 
 
 def assert_partition(chunks: Sequence[Any], slots: Sequence[Slot]) -> None:

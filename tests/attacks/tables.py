@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attacks import (
     on_checkpoints,
+    on_dumps,
     on_incomplete_checkpoints,
     on_model_folders,
     on_programs,
@@ -20,6 +21,7 @@ TABLES = {
         on_model_folders,
         on_checkpoints,
         on_incomplete_checkpoints,
+        on_dumps,
         on_programs,
         on_verifiers,
         on_rewards,

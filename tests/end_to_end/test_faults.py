@@ -243,6 +243,29 @@ def test_a_hanging_rank_is_named_and_every_other_rank_writes_its_stacks(tmp_path
     assert "loop.py" in stacks
 
 
+PHASES = ("building critic", "gen, step 2", "weight sync", "save_checkpoint, step 2")
+
+
+@pytest.fixture(scope="module")
+def stopped_runs(tmp_path_factory) -> dict[str, LaunchedRun]:
+    """A run for each phase, in which one of two ranks stops; all wait at the same time."""
+    runs = {}
+    for number, where in enumerate(PHASES):
+        folder = tmp_path_factory.mktemp("stopped")
+        argv = [str(number % 2), where, *keys(folder, steps=200)]
+        runs[where] = LaunchedRun(folder, program="stopped_in_phase", argv=argv)
+    return runs
+
+
+@pytest.mark.parametrize("where", PHASES)
+def test_a_rank_stopped_in_any_phase_ends_the_job(stopped_runs, where):
+    run, stopped = stopped_runs[where], PHASES.index(where) % 2
+    codes = run.codes()
+    assert f"stopped in {where}" in run.text(stopped)
+    assert (codes[stopped], codes[1 - stopped]) == (-signal.SIGKILL, 1), run.texts()
+    assert re.search(rf"mppo: .* rank {stopped} of 2", run.text(1 - stopped)), run.texts()
+
+
 @pytest.mark.parametrize(("number", "mpi"), [(signal.SIGUSR1, True), (signal.SIGINT, False)])
 def test_on_a_stop_request_a_run_saves_and_exits_cleanly(tmp_path, undisturbed, number, mpi):
     """The first run resumes under mpirun, with the same bits."""

@@ -7,12 +7,15 @@ import importlib.util
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hostile_server import hostile_server, says
 
+from mppo.config.errors import ConfigError
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.config.trackers import EXTRAS
 from mppo.report.console import SampleRow
@@ -243,6 +246,28 @@ def test_a_tracker_that_stays_away_costs_few_tries_and_bounded_memory():
     assert subject.given_up == 3 * KEPT
     assert subject.failures < KEPT / 5
     assert len(lines) == 3
+
+
+def test_a_server_of_mlflow_that_is_away_is_asked_twice_and_not_for_minutes(tmp_path, monkeypatch):
+    """MLflow itself asks eight times, with growing pauses, and waits two minutes for an answer."""
+    mlflow = pytest.importorskip("mlflow", reason="the optional package mlflow is not installed")
+    settings = mlflow.environment_variables
+    patience = settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES, settings.MLFLOW_HTTP_REQUEST_TIMEOUT
+    for each in patience:
+        monkeypatch.delenv(each.name, raising=False)
+    asked: list[bytes] = []
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        asked.append(request)
+        says(b"{}", status=b"503 Service Unavailable")(connection, request)
+
+    with hostile_server(answer) as url:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        reporter = Reporter(tmp_path, TrainerConfig(logger=("mlflow",)), {}, 3, is_main=True)
+        with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"):
+            reporter.start(0)
+    assert [each.get() for each in patience] == [1, 10]
+    assert len(asked) == 2
 
 
 def test_one_error_of_mlflow_in_mid_run_ends_nothing(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from mppo.parallel.launch import LaunchInfo, tasks_on_node
 from mppo.supervision.phase import phase
 from mppo.trainer.failures import (
     advice,
-    is_bad_input,
     is_out_of_memory,
     needs_no_traceback,
     out_of_memory_message,
@@ -115,9 +114,8 @@ def raised(function, *arguments) -> Exception:
     return caught.value
 
 
-def test_bad_input_is_what_mppo_itself_says_about_a_value():
-    assert is_bad_input(raised(tasks_on_node, "two", 0))
-    assert not is_bad_input(raised(int, "two"))  # of a call that was to succeed
-    assert not is_bad_input(raised(tasks_on_node, None, 0))
-    assert needs_no_traceback(RuntimeError("gone"))
+def test_only_what_mppo_itself_says_about_a_value_needs_no_traceback():
+    assert needs_no_traceback(raised(tasks_on_node, "two", 0))
+    assert not needs_no_traceback(raised(int, "two"))  # of a call that was to succeed
     assert not needs_no_traceback(raised(tasks_on_node, None, 0))
+    assert needs_no_traceback(RuntimeError("gone"))

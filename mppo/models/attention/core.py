@@ -28,6 +28,7 @@ from mppo.models.attention.context import (
 from mppo.models.attention.packing import AttentionRows, Packing
 from mppo.models.attention.ring import ring_attention
 from mppo.parallel import device
+from mppo.safety.input_error import InputError
 
 _QUERY_BLOCK = 512
 """Queries per block of the CPU's causal attention; all blocks share one mask."""
@@ -66,7 +67,7 @@ class PackedAttention(torch.nn.Module):
     attention.
 
     Raises:
-        ValueError: ``cp_comm_type`` is neither ``p2p``, ``all_gather`` nor None.
+        InputError: ``cp_comm_type`` is neither ``p2p``, ``all_gather`` nor None.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PackedAttention(torch.nn.Module):
         windowed = is_layer_window_attention(size, frequency, layer_number)
         self.window = size[0] + 1 if size and windowed else None
         if cp_comm_type not in (None, "p2p", "all_gather"):
-            raise ValueError(
+            raise InputError(
                 f"cp_comm_type: {cp_comm_type} needs Transformer Engine, which is not installed; "
                 "set p2p or all_gather"
             )

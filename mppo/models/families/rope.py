@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mppo.safety.input_error import InputError
 from mppo.weights.shape import refuse, rope_parameters
 
 _PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")
@@ -155,7 +156,7 @@ def _checked(hf_config: Any) -> dict[str, Any]:
     return rope
 
 
-def _unknown(kind: str) -> ValueError:
+def _unknown(kind: str) -> InputError:
     return refuse(
         "rope_parameters.rope_type", kind, "Megatron does not have it for this family",
         "use a checkpoint with default, linear, llama3 or yarn (MLA: default, yarn)",

@@ -18,6 +18,7 @@ from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.safety.input_error import InputError
 from mppo.weights.blocks import padded_vocab_size
 
 
@@ -71,10 +72,10 @@ class RoleHead:
             bucket_bytes: size of the streamed buckets.
 
         Raises:
-            ValueError: the two have different vocabularies.
+            InputError: the two have different vocabularies.
         """
         if reference._vocab_size != self._vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"ref.path: the reference's vocabulary has {reference._vocab_size} tokens, the "
                 f"actor's {self._vocab_size}; KL type full compares them token by token: choose "
                 "k3, or another reference"

@@ -34,6 +34,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.device import copied
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.safety.input_error import InputError
 
 Replay = Literal["off", "R2", "R3"]
 
@@ -99,7 +100,7 @@ class RoleRouting:
         Collective on the first call.
 
         Raises:
-            ValueError: see :meth:`_check_choices`.
+            InputError: see :meth:`_check_choices`.
         """
         if self._replay != "R3":
             return None
@@ -299,7 +300,7 @@ class RoleRouting:
         """The engine's choices in the layers of this rank, ``[T, L, k]``, and the batch.
 
         Raises:
-            ValueError: see :meth:`_check_choices`.
+            InputError: see :meth:`_check_choices`.
         """
         if batch.expert_layers is None:
             self._check_choices(batch)
@@ -311,12 +312,12 @@ class RoleRouting:
         """Check that the batch carries the engine's choices for this model.
 
         Raises:
-            ValueError: it carries none, or those of another model.
+            InputError: it carries none, or those of another model.
         """
         expected = (self._config.num_layers, self._config.moe_router_topk)
         carried = tuple(batch.routed_experts_T.shape[1:])
         if carried != expected:
-            raise ValueError(
+            raise InputError(
                 "actor.router_replay: R3 needs the experts that the rollout engine chose, "
                 f"[layers, experts per token] = {list(expected)}; the episodes carry "
                 f"{list(carried)}. Use rollout.name = sglang, or R2"

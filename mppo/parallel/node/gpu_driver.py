@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from mppo.safety.input_error import InputError
+
 _LEAST_DRIVER = {12: 525, 13: 580}
 """Oldest driver branch for a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version
 compatibility)."""
@@ -85,13 +87,13 @@ def check_gpus() -> None:
     """Check that torch can use this node's GPUs, if the node has some.
 
     Raises:
-        ValueError: it cannot; without this check the run would start on the CPU.
+        InputError: it cannot; without this check the run would start on the CPU.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = gpus_of_node()
     fault = unusable_gpus(gpus, devices, driver_version(), torch.version.cuda)
     if fault is not None:
         why, fix = fault
-        raise ValueError(
+        raise InputError(
             f"this node has {gpus} GPUs, but {why}: {fix}; MPPO_DEVICE=cpu trains on the CPU"
         )

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+from mppo.safety.input_error import InputError
+
 
 @dataclass(frozen=True)
 class Package:
@@ -50,7 +52,7 @@ def check_versions(installed: dict[str, str] | None = None) -> str:
         One line on packages of other versions than the tested ones; empty if there are none.
 
     Raises:
-        ValueError: with a version mppo does not work; the message names found and wanted ones.
+        InputError: with a version mppo does not work; the message names found and wanted ones.
     """
     if installed is None:
         installed = {name: installed_version(name) for name in PACKAGES}
@@ -61,7 +63,7 @@ def check_versions(installed: dict[str, str] | None = None) -> str:
         if not _fits(PACKAGES[name].works, text)
     ]
     if unfit:
-        raise ValueError(
+        raise InputError(
             f"mppo does not work with {', '.join(unfit)}: "
             'install the tested versions with pip install -e ".[gpu]", or ".[cpu]" without a GPU'
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from mppo.dumps.step_dump import UNREADABLE
 from mppo.report.files import TIMELINES
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact_text
 
@@ -77,7 +78,7 @@ def _timeline(path: Path, modified: int, size: int) -> Plain:
     trace = json.loads(read_text(path))
     measured = read_trace(trace)
     if not any(measured):
-        raise ValueError("it has no event")
+        raise InputError("it has no event")
     parts = [("measured", "rank", measured, 1.0)]
     schedule = ""
     if "plan" in trace:
@@ -129,7 +130,7 @@ def _ticks(row: Sequence[Any], scale: float, actions: dict[tuple[Any, ...], int]
         action = event.action
         numbers = (action.mini_batch, action.micro_batch, action.chunk)
         if action.kind not in SHOWN or any(type(number) is not int for number in numbers):
-            raise ValueError(f"has an event of an unknown action ({action.kind})")
+            raise InputError(f"has an event of an unknown action ({action.kind})")
         key = (action.kind, str(action.role), *numbers)
         start, end = round(event.start * scale), round(event.end * scale)
         found += [actions.setdefault(key, len(actions)), start - before, end - start]

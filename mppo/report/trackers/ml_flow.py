@@ -23,6 +23,9 @@ _LONGEST = 250
 """Most characters of a name in MLflow."""
 _BATCH = 1000
 """Most metrics that MLflow takes at once."""
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+"""MLflow's own 120 seconds and 7 retries would hold up a step for minutes at each call to a server
+that is away; ``retries`` tries a failed call again later."""
 
 
 class MLflow:
@@ -39,6 +42,8 @@ class MLflow:
 
     def __init__(self, run: TrackedRun) -> None:
         mlflow = import_tracker("mlflow")
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._metric = mlflow.entities.Metric
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:

@@ -9,6 +9,7 @@ from mppo.rewards.remote.wire import OneItemPerResponse, list_of
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
 from mppo.safety.foreign_text import quoted
+from mppo.safety.input_error import InputError
 
 
 class MppoFormat(OneItemPerResponse):
@@ -84,12 +85,12 @@ def _item(response: Response) -> dict[str, Any]:
 def _in_order(scores: Sequence[Any], given: Any, ids: Sequence[str]) -> list[Any]:
     """The scores in the order of ``ids``."""
     if not isinstance(given, list):
-        raise ValueError(
+        raise InputError(
             "it must repeat the request's ids in a list 'ids', in the order of its scores (or set "
             "reward.kwargs.batch_size to 1); it sent none"
         )
     if sorted(map(str, given)) != sorted(ids):
-        raise ValueError("the list 'ids' does not have the ids of the request, once each")
+        raise InputError("the list 'ids' does not have the ids of the request, once each")
     by_id = dict(zip(map(str, given), scores))
     return [by_id[name] for name in ids]
 

@@ -17,6 +17,7 @@ from mppo.hub.tokenizing import tokens_of
 from mppo.rewards.remote.wire import OneItemPerResponse
 from mppo.rewards.response import Response, conversation
 from mppo.rewards.scores import FailedScore
+from mppo.safety.input_error import InputError
 
 _KEY = "reward.kwargs.apply_chat_template"
 
@@ -51,10 +52,10 @@ class ClassifierFormat(OneItemPerResponse):
         scores: dict[Any, Any] = {}
         for each in found:
             if not isinstance(each, dict) or not isinstance(each.get("meta_info"), dict):
-                raise ValueError("it must answer with a list of objects with 'meta_info'")
+                raise InputError("it must answer with a list of objects with 'meta_info'")
             scores[str(each["meta_info"].get("id"))] = each.get("embedding")
         if len(found) != len(ids) or scores.keys() != set(ids):
-            raise ValueError("it must answer with one result for each id of the request")
+            raise InputError("it must answer with one result for each id of the request")
         return [_only(scores[name]) for name in ids]
 
 

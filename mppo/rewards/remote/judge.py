@@ -13,6 +13,7 @@ from mppo.rewards.remote.wire import OneItemPerResponse
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
 from mppo.safety.foreign_text import quoted
+from mppo.safety.input_error import InputError
 
 SEARCHED = 1 << 16
 """Characters at the end of an answer in which the score is looked for."""
@@ -61,7 +62,7 @@ class JudgeFormat(OneItemPerResponse):
         message = first.get("message") if isinstance(first, dict) else None
         text = message.get("content") if isinstance(message, dict) else None
         if not isinstance(text, str):
-            raise ValueError("it must answer with a text in choices[0].message.content")
+            raise InputError("it must answer with a text in choices[0].message.content")
         return [self.find_score(text)]
 
     def find_score(self, text: str) -> float | FailedScore:

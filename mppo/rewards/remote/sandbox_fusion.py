@@ -10,6 +10,7 @@ from mppo.rewards.programs import extract_program, parse_tests
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
 from mppo.safety.foreign_text import quoted
+from mppo.safety.input_error import InputError
 
 
 class SandboxFusionFormat:
@@ -63,13 +64,13 @@ class SandboxFusionFormat:
             return [0.0]
         if status != "Success":
             message = answer.get("message") if isinstance(answer, dict) else None
-            raise ValueError(
+            raise InputError(
                 "it must answer with the status Success or Failed; it sent "
                 f"{quoted(repr(status))} ({quoted(str(message))})"
             )
         run = answer.get("run_result")
         if not isinstance(run, dict) or run.get("status") != "Finished":
-            raise ValueError("the answer Success has no finished run_result")
+            raise InputError("the answer Success has no finished run_result")
         output, code = run.get("stdout") or "", run.get("return_code")
         ((_, _, expected),) = items
         right = expected is None or str(output).rstrip("\n") == expected.rstrip("\n")

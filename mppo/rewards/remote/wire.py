@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mppo.rewards.response import Response
+from mppo.safety.input_error import InputError
 
 
 class WireFormat(Protocol):
@@ -39,7 +40,7 @@ class WireFormat(Protocol):
             A value that is not a score is asked for again.
 
         Raises:
-            ValueError: the answer is not one to these items; the request is sent again.
+            InputError: the answer is not one to these items; the request is sent again.
         """
         ...
 
@@ -66,10 +67,10 @@ def list_of(answer: Any, name: str, count: int) -> list[Any]:
         count: its length.
 
     Raises:
-        ValueError: there is no such list, or it has another length.
+        InputError: there is no such list, or it has another length.
     """
     found = answer.get(name) if isinstance(answer, dict) else None
     if not isinstance(found, list) or len(found) != count:
         sent = f"a list of {len(found)}" if isinstance(found, list) else "no such list"
-        raise ValueError(f"it must answer with a list {name!r} of length {count}; it sent {sent}")
+        raise InputError(f"it must answer with a list {name!r} of length {count}; it sent {sent}")
     return found

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mppo.config.sections.reward_model import RewardModelNormalization
+from mppo.safety.input_error import InputError
 
 
 class RewardModelScale:
@@ -39,13 +40,13 @@ class RewardModelScale:
             scores_B: float32 ``[B]``; the mode ``measured`` leaves numbers that are not finite out.
 
         Raises:
-            ValueError: fewer than two different scores are there to measure.
+            InputError: fewer than two different scores are there to measure.
         """
         if self.mean is None:
             finite_B = scores_B[scores_B.isfinite()].double()
             std = finite_B.std().item() if len(finite_B) > 1 else 0.0
             if not std > 0:
-                raise ValueError(
+                raise InputError(
                     f"the reward model gave {len(finite_B)} responses "
                     f"{'the same score' if len(finite_B) > 1 else 'a score'}: there is no standard "
                     "deviation to measure; set reward_model.normalize.mode to given or off"

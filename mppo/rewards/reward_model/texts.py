@@ -18,6 +18,7 @@ from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.rewards.division import exchange_results
 from mppo.rewards.response import conversation, describe
+from mppo.safety.input_error import InputError
 from mppo.weights.shape import max_positions
 
 _KEY = "reward_model.apply_chat_template"
@@ -99,7 +100,7 @@ class RewardModelTexts:
             ids = [self._ended(one, each) for one, each in zip(ids, episodes)]
         for one, each in zip(ids, episodes):
             if not one:
-                raise ValueError(
+                raise InputError(
                     f"{describe(each.prompt)} and its response are no token of the reward model; "
                     "correct its chat template"
                 )

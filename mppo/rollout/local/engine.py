@@ -28,6 +28,7 @@ from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.sampling import row_keys, skip_tokens
 from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
@@ -168,7 +169,7 @@ class LocalEngine:
         )
         version = self._loaded_version()
         if not all(len(prompt.token_ids) for prompt in prompts):
-            raise ValueError("an empty prompt cannot be continued: add at least a BOS token")
+            raise InputError("an empty prompt cannot be continued: add at least a BOS token")
         dealt = partition([len(p.token_ids) for p in prompts], self._world, equal_count=True)
         resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
@@ -245,7 +246,7 @@ class LocalEngine:
         """See ``RolloutEngine.update_weights``.
 
         Raises:
-            ValueError: the stream does not fit the model; the engine has no weights afterwards.
+            InputError: the stream does not fit the model; the engine has no weights afterwards.
         """
         self._version = None
         self._move(self._device)

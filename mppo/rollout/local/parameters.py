@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mppo.models.transformers_model import WIDE_BUFFER
+from mppo.safety.input_error import InputError
 from mppo.weights.bucket import NamedTensors
 
 _GATE_UP = ".experts.gate_up_proj"
@@ -85,7 +86,7 @@ class ParameterSink:
         """Copy all tensors of a stream.
 
         Raises:
-            ValueError: a name is unknown, a shape is wrong, or tensors are missing. Raised after
+            InputError: a name is unknown, a shape is wrong, or tensors are missing. Raised after
                 the stream is drained, because producing it is collective.
         """
         seen: set[str] = set()
@@ -102,7 +103,7 @@ class ParameterSink:
             faults.append(f"{len(missing)} tensors are missing, the first of them {missing[:4]}")
         if faults:
             shown = "; ".join(faults[:4])
-            raise ValueError(f"weight stream does not fit the rollout model: {shown}")
+            raise InputError(f"weight stream does not fit the rollout model: {shown}")
 
     def _put(self, name: str, tensor: Tensor) -> str | None:
         view = self._views.get(name)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from mppo.safety.bounded_http import bounded, parse_answer, read_body, url_problem
 from mppo.safety.foreign_text import quoted
+from mppo.safety.input_error import InputError
 from mppo.safety.redact import redact_text, remember
 
 MAX_ANSWER_BYTES = 2 << 30
@@ -61,7 +62,7 @@ class JsonClient:
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         if problem := url_problem(url):
-            raise ValueError(f"{redact_text(url)!r} {problem}: write http://host:port")
+            raise InputError(f"{redact_text(url)!r} {problem}: write http://host:port")
         parts = urlsplit(url)
         self.url = url.rstrip("/")
         self._parts, self.timeout_s = parts, timeout_s

@@ -22,6 +22,7 @@ from torch import Tensor
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.safety.foreign_text import quoted
+from mppo.safety.input_error import InputError
 
 _REASONS = ("stop", "length", "abort")
 _ROUNDING = 1e-3
@@ -78,7 +79,7 @@ def parse_responses(text: bytes) -> list[ServerResponse]:
         text: JSON of one response or of a list of responses.
 
     Raises:
-        ValueError: the text is not JSON, or a response has another form.
+        InputError: the text is not JSON, or a response has another form.
     """
     collects = gc.isenabled()
     gc.disable()  # a collection would visit the millions of objects that live until the end of this
@@ -101,17 +102,17 @@ def _read(answer: Any) -> ServerResponse:
         logprobs, entry_ids, *_ = zip(*entries, strict=True) if entries else ((), ())
         reason, experts = meta["finish_reason"], meta.get("routed_experts")
         if not isinstance(reason, dict) or reason.get("type") not in _REASONS:
-            raise ValueError(f"finish_reason is {quoted(str(reason))}")
+            raise InputError(f"finish_reason is {quoted(str(reason))}")
         if len(ids) != len(entry_ids):
-            raise ValueError(f"{len(ids)} tokens with {len(entry_ids)} log-probabilities")
+            raise InputError(f"{len(ids)} tokens with {len(entry_ids)} log-probabilities")
         if set(map(type, chain(ids, entry_ids))) - {int}:
-            raise ValueError("a token id is not an integer")
+            raise InputError("a token id is not an integer")
         if ids != list(entry_ids):
-            raise ValueError("output_ids differ from the ids of the log-probabilities")
+            raise InputError("output_ids differ from the ids of the log-probabilities")
         if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
-            raise ValueError(f"token ids from {min(ids)} to {max(ids)}")
+            raise InputError(f"token ids from {min(ids)} to {max(ids)}")
         if set(map(type, logprobs)) - {float, int, NoneType}:
-            raise ValueError("a log-probability is not a number")
+            raise InputError("a log-probability is not a number")
         return ServerResponse(
             torch.from_numpy(np.array(ids, dtype=np.int32)),
             torch.from_numpy(np.array(logprobs, dtype=np.float64)).float(),
@@ -121,4 +122,4 @@ def _read(answer: Any) -> ServerResponse:
         )
     except (LookupError, TypeError, AttributeError) as error:
         why = f"not a response with tokens: {type(error).__name__} {quoted(str(error))}"
-        raise ValueError(why) from error
+        raise InputError(why) from error

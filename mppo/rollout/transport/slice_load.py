@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mppo.parallel.device import wait_for_stream
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
+from mppo.safety.input_error import InputError
 from mppo.weights.bucket import aligned
 from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, INDEX_BYTES
 
@@ -107,12 +108,12 @@ def _check_order(model: nn.Module) -> None:
     The shapes are the same in either order.
 
     Raises:
-        ValueError: a kernel of SGLang uses another order.
+        InputError: a kernel of SGLang uses another order.
     """
     for name, module in model.named_modules():
         kernel = getattr(module, "quant_method", None)
         if getattr(kernel, "load_up_proj_weight_first", False):
-            raise ValueError(
+            raise InputError(
                 f"SGLang's kernel for {name} stores the up projection before the gate, while "
                 "slices have the gate first: set rollout.sync_mode to full, or "
                 "rollout.server_args.moe_runner_backend to triton"
@@ -127,7 +128,7 @@ def _load(held: dict[str, Tensor], flat: Tensor, message: MessageRow) -> list[st
         Names of the parameters that changed.
 
     Raises:
-        ValueError: names the first piece that does not fit its parameter or fails its checksum.
+        InputError: names the first piece that does not fit its parameter or fails its checksum.
     """
     written = []
     index = blocks = flat
@@ -150,7 +151,7 @@ def _load(held: dict[str, Tensor], flat: Tensor, message: MessageRow) -> list[st
             places = (index[first:last] - piece.begin // BLOCK).long()
             content = _patched(target, piece, places, blocks[first:last])
         if piece.checksum is not None and list(tensor_checksum(content)) != list(piece.checksum):
-            raise ValueError(f"verify_sync: {piece.name} would differ from the trainer's")
+            raise InputError(f"verify_sync: {piece.name} would differ from the trainer's")
         target.copy_(content.view(_dtype(piece)).view(list(piece.shape)))
         written.append(piece.name)
     return written
@@ -164,16 +165,16 @@ def _slice_of(held: dict[str, Tensor], piece: PieceRow) -> Tensor:
     """The view of this rank's parameter that a piece fills.
 
     Raises:
-        ValueError: SGLang has no such parameter, or one of another shape.
+        InputError: SGLang has no such parameter, or one of another shape.
     """
     parameter = held.get(piece.name)
     if parameter is None:
-        raise ValueError(
+        raise InputError(
             f"SGLang's model has no parameter {piece.name}, so slices cannot be loaded: set "
             "rollout.sync_mode to full"
         )
     if list(parameter.shape) != list(piece.parameter_shape):
-        raise ValueError(
+        raise InputError(
             f"{piece.name} has shape {list(parameter.shape)} on a rank of SGLang, not "
             f"{list(piece.parameter_shape)}, so slices do not fit: set rollout.sync_mode to full"
         )
@@ -185,11 +186,11 @@ def _patched(target: Tensor, piece: PieceRow, places: Tensor, blocks: Tensor) ->
     """The bytes that ``target`` holds, with some blocks replaced: uint8.
 
     Raises:
-        ValueError: the parameter's dtype is narrower than the piece's, so it no longer holds the
+        InputError: the parameter's dtype is narrower than the piece's, so it no longer holds the
             bytes that were sent before.
     """
     if torch.promote_types(target.dtype, _dtype(piece)) != target.dtype:
-        raise ValueError(
+        raise InputError(
             f"{piece.name} is {target.dtype} in SGLang, which rounds the {piece.dtype} sent, so "
             "changed blocks cannot be patched in: set rollout.sync_mode to sliced"
         )

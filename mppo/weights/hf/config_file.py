@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.weights.shape import check_model_type, refuse
 
@@ -74,7 +75,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """Read and check ``config.json`` of a model folder, after a check of the folder's files.
 
     Raises:
-        ValueError: the folder holds a FIFO, device or socket; ``config.json`` is missing or not a
+        InputError: the folder holds a FIFO, device or socket; ``config.json`` is missing or not a
             JSON object, names an unknown family, or holds a value out of range.
     """
     check_regular_files(folder)
@@ -92,7 +93,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         end = found.get("eos_token_id")
         ends = end if isinstance(end, list) else [] if end is None else [end]
         if not all(type(token) is int and 0 <= token < _LONG for token in ends):
-            raise ValueError(f"{file}: eos_token_id = {str(end)[:60]}: not a token id; give the id")
+            raise InputError(f"{file}: eos_token_id = {str(end)[:60]}: not a token id; give the id")
     return content
 
 
@@ -100,7 +101,7 @@ def check_numbers(content: dict[str, Any]) -> None:
     """Check the sizes and numbers of a config against their limits.
 
     Raises:
-        ValueError: a value is out of range or of the wrong type; the message names the first one.
+        InputError: a value is out of range or of the wrong type; the message names the first one.
     """
     for key, (least, most) in SIZES.items():
         value = content.get(key)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_header
 
@@ -31,19 +32,19 @@ class HFFolder:
         bytes_read: stored data bytes read from the files so far, without headers.
 
     Raises:
-        ValueError: there is no safetensors file, a shard of the index is missing, a file is cut
+        InputError: there is no safetensors file, a shard of the index is missing, a file is cut
             short, or a tensor is stored twice or not at all.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(f"{path}: no such folder")
+            raise InputError(f"{path}: no such folder")
         stored: dict[str, StoredTensor] = {}
         for file in self._files():
             for name, tensor in read_header(file).items():
                 if name in stored:
-                    raise ValueError(
+                    raise InputError(
                         f"{name} is stored in {stored[name].file} and in {file}; remove one of "
                         "the files"
                     )
@@ -66,7 +67,7 @@ class HFFolder:
         places = read_json(file).get("weight_map")
         names = places.values() if isinstance(places, dict) else [None]
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(
+            raise InputError(
                 f"{file}: unreadable index (no weight_map of tensors to files); download it again"
             )
         return places
@@ -76,7 +77,7 @@ class HFFolder:
         if index is None:
             names = sorted(file.name for file in self.path.glob("*.safetensors"))
             if not names:
-                raise ValueError(
+                raise InputError(
                     f"{self.path}: no *.safetensors file; a folder with only *.bin must first be "
                     "saved again with save_pretrained(..., safe_serialization=True)"
                 )
@@ -84,7 +85,7 @@ class HFFolder:
         files = [inside(self.path, name) for name in set(index.values())]
         missing = sorted(file.name for file in files if not file.exists())
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"{self.path}: {INDEX} names {', '.join(missing)}, not in the folder; download "
                 "the folder again"
             )
@@ -93,7 +94,7 @@ class HFFolder:
     def _check_index(self, stored: dict[str, StoredTensor]) -> None:
         lost = [name for name in self._index() or {} if name not in stored]
         if lost:
-            raise ValueError(
+            raise InputError(
                 f"{self.path}: {INDEX} names {len(lost)} tensors that no file holds, such as "
                 f"{lost[0]}; download the folder again"
             )
@@ -106,22 +107,22 @@ class HFFolder:
         """Return a tensor's scales and the block (rows, columns) of each; None if not quantised.
 
         Raises:
-            ValueError: an 8-bit float tensor has no scales, or scales of a wrong shape.
+            InputError: an 8-bit float tensor has no scales, or scales of a wrong shape.
         """
         stored, scale = self._stored(name), self._scales.get(name + SCALE_SUFFIX)
         if stored.dtype not in FLOAT8:
             return None
         if scale is None:
-            raise ValueError(
+            raise InputError(
                 f"{name}: stored as {stored.dtype} without {name}{SCALE_SUFFIX}; use a folder with "
                 "its scales, or an unquantised one"
             )
         rows, columns = self._quantisation_block()
         if len(stored.shape) != 2:
-            raise ValueError(f"{name}: stored as {stored.dtype}, but is not a matrix")
+            raise InputError(f"{name}: stored as {stored.dtype}, but is not a matrix")
         expected = (-(-stored.shape[0] // rows), -(-stored.shape[1] // columns))
         if scale.shape != expected:
-            raise ValueError(
+            raise InputError(
                 f"{name}{SCALE_SUFFIX}: shape {list(scale.shape)}, but blocks of {rows} x "
                 f"{columns} need {list(expected)}"
             )
@@ -138,13 +139,13 @@ class HFFolder:
             start: first index of the slice.
 
         Raises:
-            ValueError: no such tensor, a shape that does not fit, or 8-bit floats without scales.
+            InputError: no such tensor, a shape that does not fit, or 8-bit floats without scales.
         """
         stored = self._stored(name)
         length = target.shape[dim] if target.dim() else 1
         expected = (*stored.shape[:dim], length, *stored.shape[dim + 1 :])
         if tuple(target.shape) != expected or start + length > stored.shape[dim]:
-            raise ValueError(
+            raise InputError(
                 f"{name}: shape {list(stored.shape)} in {stored.file.name} does not hold "
                 f"{list(target.shape)} at {start} of dimension {dim}; config.json and the weights "
                 "do not belong together"
@@ -167,7 +168,7 @@ class HFFolder:
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.tensors:
-            raise ValueError(f"{self.path}: no tensor {name}")
+            raise InputError(f"{self.path}: no tensor {name}")
         return self.tensors[name]
 
     def _read_bytes(self, target: Tensor, stored: StoredTensor, start: int) -> None:
@@ -178,7 +179,7 @@ class HFFolder:
             while done < len(view):
                 read = os.preadv(stream.fileno(), [view[done:]], offset + done)
                 if read <= 0:
-                    raise ValueError(f"{stored.file}: cut short while reading")
+                    raise InputError(f"{stored.file}: cut short while reading")
                 done += read
         self.bytes_read += done
 
@@ -237,7 +238,7 @@ class HFFolder:
             block = settings.get("weight_block_size") or [128, 128]
             sizes = isinstance(block, list) and [n for n in block if type(n) is int and n > 0]
             if not sizes or len(sizes) != 2 or len(block) != 2:
-                raise ValueError(f"{file}: weight_block_size {block}; give rows and columns")
+                raise InputError(f"{file}: weight_block_size {block}; give rows and columns")
             self._block_size = (sizes[0], sizes[1])
         return self._block_size
 

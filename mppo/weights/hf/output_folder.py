@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mppo.safety.disk import flush, is_as_written, naming, set_aside
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
 from mppo.weights.hf.folder import INDEX
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, make_header
@@ -32,10 +33,10 @@ def check_free(folder: Path) -> None:
     """Check that the output does not exist yet.
 
     Raises:
-        ValueError: the path exists and is not an empty folder.
+        InputError: the path exists and is not an empty folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder}: already exists; remove it or name another output")
+        raise InputError(f"{folder}: already exists; remove it or name another output")
 
 
 def publish(folder: Path) -> Path | None:
@@ -159,7 +160,7 @@ def companion_files(source: Path) -> list[str]:
     """Names of a Hugging Face folder's files that are not weights.
 
     Raises:
-        ValueError: a link among them leads out of the folder; a copy would hold that foreign file.
+        InputError: a link among them leads out of the folder; a copy would hold that foreign file.
     """
     return [
         inside(source, file.name).name
@@ -181,7 +182,7 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
         Names of the copied files.
 
     Raises:
-        ValueError: as ``companion_files``.
+        InputError: as ``companion_files``.
     """
     copied = companion_files(source)
     for name in copied:

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, parse_json
 
 DTYPES = {
@@ -51,7 +52,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises:
         OSError: no such file.
-        ValueError: the file is not safetensors, is shorter than its header says, or its header
+        InputError: the file is not safetensors, is shorter than its header says, or its header
             repeats a name or has overlapping tensors.
     """
     with open_file(file) as stream:
@@ -59,15 +60,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(
+            raise InputError(
                 f"{file}: not a safetensors file, or cut short; put a good copy in its place"
             )
         try:
             header = parse_json(stream.read(length), unique=True)
             if not isinstance(header, dict):
-                raise ValueError(f"a JSON {type(header).__name__}, not an object")
+                raise InputError(f"a JSON {type(header).__name__}, not an object")
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 f"{file}: unreadable safetensors header: {error}; put a good copy in its place"
             ) from error
     header.pop("__metadata__", None)
@@ -75,12 +76,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].offset):
         if stored.nbytes and stored.offset < end:
-            raise ValueError(
+            raise InputError(
                 f"{file}: {name} overlaps another tensor; put a good copy in its place"
             )
         end = max(end, stored.offset + stored.nbytes)
         if end > size:
-            raise ValueError(
+            raise InputError(
                 f"{file}: cut short: {name} ends at byte {end}, the file has {size}; "
                 "put a good copy in its place"
             )
@@ -92,16 +93,16 @@ def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, places = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
-        raise ValueError(
+        raise InputError(
             f"{file}: {name} has shape {_shown(shape)} at {_shown(places)}: not integers "
             "from 0 on; replace it with an intact copy"
         )
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{file}: {name} has dtype {_shown(kind)}, which is not supported")
+        raise InputError(f"{file}: {name} has dtype {_shown(kind)}, which is not supported")
     stored = StoredTensor(file, begin + places[0], DTYPES[kind], tuple(shape))
     if stored.nbytes != places[1] - places[0]:
         given = places[1] - places[0]
-        raise ValueError(
+        raise InputError(
             f"{file}: {name} has {given} bytes, but its shape and dtype need {stored.nbytes}; put "
             "a good copy in its place"
         )

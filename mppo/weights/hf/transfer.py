@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mppo.safety.input_error import InputError
 from mppo.weights.hf.output_folder import write_all
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 
@@ -57,7 +58,7 @@ class CopyTask:
         tail: bytes written just after it.
 
     Raises:
-        ValueError: the rectangles' area is not the target's.
+        InputError: the rectangles' area is not the target's.
     """
 
     name: str
@@ -70,7 +71,7 @@ class CopyTask:
         rows, columns = matrix(self.target.shape)
         covered = sum(s.rows * matrix(s.source.shape)[1] for s in self.stretches)
         if covered != rows * columns:
-            raise ValueError(
+            raise InputError(
                 f"{self.name}: the sources fill {covered} of {rows * columns} elements; the "
                 "checkpoint is incomplete, or of another model"
             )
@@ -104,7 +105,7 @@ class Copier:
         """Write one task's head, data and tail.
 
         Raises:
-            ValueError: a source is cut short.
+            InputError: a source is cut short.
             OSError: the disk is full, or failed.
         """
         target = task.target
@@ -200,7 +201,7 @@ class Copier:
         while done < len(into):
             read = os.preadv(descriptor, [into[done:]], offset + done)
             if read <= 0:
-                raise ValueError(f"{source.file}: cut short while reading")
+                raise InputError(f"{source.file}: cut short while reading")
             done += read
 
     def _open(self, file: Path, mode: int) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from mppo.safety.input_error import InputError
 from mppo.weights.hf.output_folder import check_free, partial_path, publish
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
@@ -37,7 +38,7 @@ def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
         The folder.
 
     Raises:
-        ValueError: the folder exists.
+        InputError: the folder exists.
     """
     folder = Path(folder).absolute()
     check_free(folder)
@@ -66,7 +67,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
         Parameters left as initialised: a value head the checkpoint does not have.
 
     Raises:
-        ValueError: no such checkpoint, it lacks parameters or parts of them, or its metadata would
+        InputError: no such checkpoint, it lacks parameters or parts of them, or its metadata would
             run code.
     """
     folder = checkpoint_folder(path)
@@ -77,7 +78,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
     fresh = tuple(key for key in lost if key == VALUE_HEAD)
     if len(lost) > len(fresh):
-        raise ValueError(
+        raise InputError(
             f"{folder}: lacks {len(lost)} parameters, such as {lost[0]}; use a complete checkpoint "
             "of this model"
         )
@@ -86,7 +87,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
         names = [*absent, *unexpected]
         wrong = [n for n in names if not n.endswith("_extra_state") and n not in fresh]
         if wrong:
-            raise ValueError(
+            raise InputError(
                 f"{folder}: does not fit the model: {', '.join(wrong[:5])}; use a checkpoint of "
                 "this model"
             )
@@ -111,7 +112,7 @@ def load_weights(
         Parameters left as initialised: a value head that ``path`` does not have.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape than config.json says.
+        InputError: a tensor is missing, unknown, or of another shape than config.json says.
     """
     if is_megatron_checkpoint(path):
         return load_megatron(path, chunks, model_shape(hf_config).vocab)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_file
 from mppo.weights.hf.safetensors_file import are_sizes
 from mppo.weights.torch_dist.pickles import Record, read_pickle
@@ -60,7 +61,7 @@ def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
 
     Raises:
         OSError: no such checkpoint.
-        ValueError: the metadata or a data file is invalid; the message names the file and the fix.
+        InputError: the metadata or a data file is invalid; the message names the file and the fix.
     """
     where = folder / METADATA
     data = read_file(where, MAX_TABLE_BYTES)
@@ -72,7 +73,7 @@ def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
         places = _places(folder, stored)
         found = {key: _tensor(key, entry, places) for key, entry in entries.items()}
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise InputError(
             f"{where}: holds more than a checkpoint's metadata: {error}; "
             "use a checkpoint from a source you trust, or safetensors"
         ) from error
@@ -99,7 +100,7 @@ def _places(
         file, size = files[name]
         # a range beyond the file's end would fail only in the middle of a load
         if begin + nbytes > size:
-            raise ValueError(
+            raise InputError(
                 f"{file}: cut short: {key} ends at byte {begin + nbytes}, the file has {size}; "
                 "copy the checkpoint again"
             )
@@ -111,9 +112,9 @@ def _data_file(folder: Path, name: str) -> tuple[Path, int]:
     """Return a data file and its size."""
     file = inside(folder, name)
     if not file.exists():
-        raise ValueError(f"{folder}: data file {name} is missing; copy the checkpoint again")
+        raise InputError(f"{folder}: data file {name} is missing; copy the checkpoint again")
     if not file.is_file():
-        raise ValueError(f"{file}: is not a file; copy the checkpoint again")
+        raise InputError(f"{file}: is not a file; copy the checkpoint again")
     return file, file.stat().st_size
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import FLOAT8, HFFolder
 from mppo.weights.hf.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.hf.safetensors_file import StoredTensor, make_header, read_header
@@ -91,7 +92,7 @@ def plan_megatron(
         The plan and the checkpoint's index.
 
     Raises:
-        ValueError: folder and config do not belong together.
+        InputError: folder and config do not belong together.
     """
     share = share or Share()
     table = parameter_table(shape)
@@ -161,7 +162,7 @@ def plan_hf(
         The plan and the place of every tensor.
 
     Raises:
-        ValueError: the checkpoint lacks a parameter, or has it in another shape.
+        InputError: the checkpoint lacks a parameter, or has it in another shape.
     """
     share = share or Share()
     table = parameter_table(shape)
@@ -196,7 +197,7 @@ def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entr
     for entry in table.entries():
         if entry.row.where == "output" and entry.hf[0] not in present:
             if not has_value:
-                raise ValueError(f"the folder has neither {entry.hf[0]} nor {value.hf[0]}")
+                raise InputError(f"the folder has neither {entry.hf[0]} nor {value.hf[0]}")
             continue
         yield entry
     if has_value:
@@ -249,7 +250,7 @@ def _target_dtypes(
     """Choose the dtype of each entry.
 
     Raises:
-        ValueError: parts of one Megatron tensor are stored in several dtypes, and ``dtype`` is
+        InputError: parts of one Megatron tensor are stored in several dtypes, and ``dtype`` is
             None; an implicit cast would lose bits.
     """
     out: list[torch.dtype] = []
@@ -264,7 +265,7 @@ def _target_dtypes(
             stored = _plain_dtype(source.tensors[name].dtype)
             if known.setdefault(key, stored) != stored:
                 fix = "store them alike" if entry.row.keep_fp32 else "cast all of them: --dtype"
-                raise ValueError(
+                raise InputError(
                     f"{source.path}: {name} is stored as {stored}, other parts of the same "
                     f"Megatron tensor as {known[key]}; {fix}"
                 )

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 
+from mppo.safety.input_error import InputError
 from mppo.weights.torch_dist.contents import GlobalTensor
 
 MOST_CORNERS = 1 << 62
@@ -46,23 +47,23 @@ def check_complete(name: str, tensor: GlobalTensor, needed: tuple[int, ...]) -> 
         needed: shape of the part, from the first number on.
 
     Raises:
-        ValueError: a number is in no chunk, or in several.
+        InputError: a number is in no chunk, or in several.
     """
     total = math.prod(needed)
     if math.prod(size + 1 for size in needed) > MOST_CORNERS:
-        raise ValueError(f"{name}: a shape of {list(needed)} is too large")
+        raise InputError(f"{name}: a shape of {list(needed)} is too large")
     last = np.array(needed, dtype=np.int64)
     begin = _rows([chunk.offsets for chunk in tensor.chunks], last)
     end = np.minimum(begin + _rows([chunk.sizes for chunk in tensor.chunks], last), last)
     begin = np.minimum(begin, last)
     filled = int((end - begin).prod(axis=1).sum())
     if filled < total:
-        raise ValueError(
+        raise InputError(
             f"{name}: its chunks hold {filled} of the {total} numbers that the model needs; copy "
             "the checkpoint again"
         )
     if filled > total or not _tile(begin, end, last):
-        raise ValueError(f"{name}: its chunks overlap; copy the checkpoint again")
+        raise InputError(f"{name}: its chunks overlap; copy the checkpoint again")
 
 
 def _rows(values: list[tuple[int, ...]], last: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file
 from mppo.weights.hf.safetensors_file import StoredTensor, are_sizes
 from mppo.weights.torch_dist.contents import METADATA, Chunk, GlobalTensor
@@ -67,7 +68,7 @@ def locate(chunk: Chunk) -> StoredTensor:
     """Locate a chunk's data inside its archive.
 
     Raises:
-        ValueError: the archive is cut short or compressed, or holds no contiguous tensor of the
+        InputError: the archive is cut short or compressed, or holds no contiguous tensor of the
             chunk's shape.
     """
     try:
@@ -76,27 +77,27 @@ def locate(chunk: Chunk) -> StoredTensor:
                 names = {name.partition("/")[2]: name for name in archive.namelist()}
                 pickled, data = archive.getinfo(names["data.pkl"]), archive.getinfo(names["data/0"])
                 if data.compress_type or pickled.compress_type:
-                    raise ValueError("it is compressed")
+                    raise InputError("it is compressed")
                 if pickled.file_size > MAX_PICKLE_BYTES:
-                    raise ValueError(f"its pickle has {pickled.file_size} bytes")
+                    raise InputError(f"its pickle has {pickled.file_size} bytes")
                 saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
             # zip's local header: 30 bytes, with the lengths of name and extra field in the last 4
             stream.seek(chunk.archive_offset + data.header_offset + 26)
             lengths = stream.read(4)
         dtype, first, shape = _contiguous(saved)
     except Exception as error:  # readers raise many types for a damaged archive
-        raise ValueError(
+        raise InputError(
             f"{chunk.file}: unreadable chunk at byte {chunk.archive_offset} ({error}); {_COPY}"
         ) from error
     if shape != chunk.sizes:
-        raise ValueError(
+        raise InputError(
             f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}; {_COPY}"
         )
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
     begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
     stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
     if begin + stored.nbytes > chunk.archive_bytes:
-        raise ValueError(
+        raise InputError(
             f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short; {_COPY}"
         )
     return stored
@@ -106,7 +107,7 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
     """Return dtype, first element and shape of a pickled tensor.
 
     Raises:
-        ValueError: the value is not a tensor, or is not contiguous.
+        InputError: the value is not a tensor, or is not contiguous.
     """
     none: tuple[Any, ...] = (None,) * 4
     is_tensor = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
@@ -116,11 +117,11 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
     dtype = STORAGES.get(kind.name) if type(kind) is Name else None
     sizes = type(shape) is type(stride) is tuple and are_sizes([first, *shape, *stride])
     if dtype is None or not sizes or len(shape) != len(stride):
-        raise ValueError("it holds no tensor")
+        raise InputError("it holds no tensor")
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride)):
         if size != 1 and step != expected:
-            raise ValueError(f"its tensor of shape {shape} is not contiguous: {stride}")
+            raise InputError(f"its tensor of shape {shape} is not contiguous: {stride}")
         expected *= size
     return dtype, first, shape
 

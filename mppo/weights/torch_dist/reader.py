@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from mppo.safety.input_error import InputError
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Stretch, matrix
 from mppo.weights.table import Entry, Table
@@ -22,7 +23,7 @@ def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
     else, such as an optimizer's state or a moving average.
 
     Raises:
-        ValueError: the checkpoint holds no model, or several.
+        InputError: the checkpoint holds no model, or several.
     """
     end = "embedding.word_embeddings.weight"
     if end in checkpoint:
@@ -31,7 +32,7 @@ def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
         key.removesuffix(end) for key in checkpoint if key.endswith(end) and "optimizer" not in key
     ]
     if len(prefixes) != 1:
-        raise ValueError(
+        raise InputError(
             f"the checkpoint holds {len(prefixes)} models ({', '.join(prefixes) or 'none'}); name "
             "a checkpoint of one model"
         )
@@ -46,7 +47,7 @@ class CheckpointReader:
         table: the model's table.
 
     Raises:
-        ValueError: the checkpoint holds no model, or several.
+        InputError: the checkpoint holds no model, or several.
     """
 
     def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
@@ -96,7 +97,7 @@ class CheckpointReader:
         """Check that the checkpoint holds every number of an entry; nothing of its data is read.
 
         Raises:
-            ValueError: the entry is missing, incomplete, or of another shape.
+            InputError: the entry is missing, incomplete, or of another shape.
         """
         self._complete_tensor(entry)
 
@@ -109,7 +110,7 @@ class CheckpointReader:
             vocab = shape[0] if entry.row.kind == "vocab" else None
             needed = needed_shape(tensor.shape, shape, vocab)
             if needed is None:
-                raise ValueError(
+                raise InputError(
                     f"the checkpoint's {key} has shape {list(tensor.shape)}, config.json says "
                     f"{list(shape)}; they do not belong together"
                 )
@@ -129,7 +130,7 @@ class CheckpointReader:
             groups: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.checkpoint[key].chunks:
                 if any(size != 1 for size in chunk.sizes[:depth]):
-                    raise ValueError(f"{key}: a chunk holds several layers or experts at once")
+                    raise InputError(f"{key}: a chunk holds several layers or experts at once")
                 groups.setdefault(chunk.offsets[:depth], []).append(chunk)
             self._boxes[key] = groups
         return self._boxes[key]
@@ -148,7 +149,7 @@ class CheckpointReader:
         found = self._find(entry)
         if found is None:
             where = place(entry, self.table, self.homogeneous, self.prefix)
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint has no {where.keys[0]} (for {entry.hf[0]}); it is incomplete, or "
                 "of another model"
             )

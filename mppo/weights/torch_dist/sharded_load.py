@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
+from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, read_json
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
@@ -50,7 +51,7 @@ def load_sharded(
         The state with tensors in the place of their shards, and the keys the checkpoint lacks.
 
     Raises:
-        ValueError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or a tensor
+        InputError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or a tensor
             has another shape or does not hold every number of the model's.
     """
     _check_backend(folder)
@@ -73,7 +74,7 @@ def _check_backend(folder: Path) -> None:
     file = folder / "metadata.json"
     content = read_json(file)
     if content.get("sharded_backend") != "torch_dist" or not content.keys() <= BACKEND.keys():
-        raise ValueError(f"{file}: not of a torch_dist checkpoint; save it as one")
+        raise InputError(f"{file}: not of a torch_dist checkpoint; save it as one")
 
 
 class _NoCommonState(LoadCommonStrategy):
@@ -147,7 +148,7 @@ class _Tensors(LoadShardedStrategy):
         needed = needed_shape(stored.shape, shape, vocab)
         if needed is None:
             model = list(shape) if vocab is None else f"{[vocab, *shape[1:]]} without padding"
-            raise ValueError(
+            raise InputError(
                 f"{name} has shape {list(stored.shape)}, but the model has {model}; use a "
                 "checkpoint of this model"
             )
@@ -205,6 +206,6 @@ def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
         while done < len(view):
             read = os.preadv(stream.fileno(), [view[done:]], offset + done)
             if read <= 0:
-                raise ValueError(f"{stored.file}: cut short while reading")
+                raise InputError(f"{stored.file}: cut short while reading")
             done += read
     return rows
