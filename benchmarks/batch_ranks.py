@@ -84,7 +84,7 @@ def path(
     from mppo.batch.prompt import Prompt
     from mppo.batch.shares import pack_at_home, share_out
     from mppo.config.sections.rollout import SamplingConfig
-    from mppo.models.role_spec import TOKENS_ONLY
+    from mppo.models.mini_batch import TOKENS_ONLY
     from mppo.models.work_share import PassMoves, fetch_share
     from mppo.parallel.layout import Layout
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec

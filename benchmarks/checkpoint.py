@@ -58,23 +58,14 @@ def build(folder: Path, registry, megatron: dict):
 
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
 
     section = MegatronConfig(**megatron)
-    spec = RoleSpec(
-        name="actor",
-        head="policy",
-        folder=folder,
-        dtype=torch.float32,
-        megatron=section,
-        batching=BatchingConfig(),
-        optim=OptimConfig(),
-        total_steps=10,
-    )
-    layout = section.layout(dist.get_world_size())
-    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(layout))
+    settings = RoleConfig("actor", BatchingConfig(), section, "float32", optim=OptimConfig())
+    groups = registry.of(section.layout(dist.get_world_size()))
+    return Role(settings, folder, AutoConfig.from_pretrained(folder), groups, total_steps=10)
 
 
 def checkpointer(role, root: Path, background: bool):

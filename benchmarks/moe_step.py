@@ -87,28 +87,27 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
     """An actor on the running process group."""
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(context_parallel_size=cp)
-    spec = RoleSpec(
+    settings = RoleConfig(
         name="actor",
-        head="policy",
-        folder=folder,
-        dtype=torch.float32,
+        dtype="float32",
         megatron=megatron,
         batching=BatchingConfig(ppo_micro_batch_size_per_gpu=micro_batch),
         optim=OptimConfig(),
         router_replay=replay,
     )
     config = transformers.AutoConfig.from_pretrained(folder)
-    return Role(spec, config, registry.of(megatron.layout(dist.get_world_size())))
+    groups = registry.of(megatron.layout(dist.get_world_size()))
+    return Role(settings, folder, config, groups)
 
 
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the batch."""
-    from mppo.models.role_spec import MiniBatch
+    from mppo.models.mini_batch import MiniBatch
     from mppo.models.streamed_forward import forward
     from mppo.models.streamed_role import forward_backward
 
@@ -191,7 +190,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     role = make_role(folder / "dense", registry, 1, cp=world)
     make_update(role, make_batch([256]))()
     before = peak_bytes()
-    from mppo.models.role_spec import MiniBatch
+    from mppo.models.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward_backward
 
     batch = make_batch([length])

@@ -25,7 +25,7 @@ from mppo_simulate.run import import_simulated_code
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import GIB, find_gpu
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, plan_use
@@ -40,10 +40,10 @@ def cases(path: Path, stages: list[str], gpu: str) -> dict[str, RankCase]:
     configs = ModelConfigs(path)
     recipe = load_checked(path, [], None, configs.read, files=False)
     world = world_size_of(recipe)
-    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    hf_configs = {role.name: configs.read(role.path) for role in recipe.roles()}
     plans = plan_roles(recipe, world, hf_configs)
     fit = plan_fit(recipe, plans, find_gpu(gpu))
-    layouts = [role.megatron.layout(world) for role in roles_in_use(recipe)]
+    layouts = [role.megatron.layout(world) for role in recipe.roles()]
     layout = max(layouts, key=lambda layout: layout.pp)
     wanted = {"first": 0, "last": layout.pp - 1}
     found = {}

@@ -35,7 +35,6 @@ from mppo_simulate.together.run import record_ranks, rules_of
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import find_gpu
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 
 BASE = Path(__file__).parents[1] / "recipes" / "qwen2_7b_seq_balance.yaml"
@@ -85,7 +84,7 @@ def checked(model: str, world: int, keys: list[str]) -> tuple[Recipe, dict[str, 
     """
     config, sizes = MODELS[model]
     recipe = load_checked(BASE, keys, world, lambda *path: config(**sizes), files=False)
-    return recipe, {role.name: config(**sizes) for role in roles_in_use(recipe)}
+    return recipe, {role.name: config(**sizes) for role in recipe.roles()}
 
 
 def _draw(rng: random.Random, model: str, world: int) -> Iterator[str]:
@@ -147,7 +146,7 @@ def simulated(seed: int, at_once: int) -> dict[str, Any]:
     """What is found among the ranks of a seed's layout."""
     model, world, keys = drawn(seed)
     recipe, hf_configs = checked(model, world, keys)
-    roles = roles_in_use(recipe)
+    roles = recipe.roles()
     row: dict[str, Any] = {
         "seed": seed,
         "model": model,

@@ -29,7 +29,7 @@ from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import has_interleaved_role, roles_in_use
+from mppo.config.rules.rule import has_interleaved_role
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.data.source import load_prompts
@@ -166,7 +166,7 @@ def _make_folders(arguments: argparse.Namespace) -> None:
 
 def _check_models(recipe: Recipe) -> None:
     """Raise ConfigError if the evaluated model or the reward model cannot be loaded."""
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         if role.name not in ("actor", "reward_model"):
             continue
         try:
@@ -309,12 +309,13 @@ def _with_reward_model(
     from mppo.rewards.reward_model.scale import RewardModelScale
     from mppo.rewards.reward_model.scorer import with_reward_model
     from mppo.rewards.reward_model.texts import reward_model_texts
-    from mppo.trainer.roles import build_reward_model
+    from mppo.trainer.roles import build_role
 
     path = resolve_model(str(recipe.reward_model.path))
     config = read_model_config(path, recipe.model.trust_remote_code)
     texts = reward_model_texts(recipe, tokenizer, config)
-    role = build_reward_model(recipe, config, GroupRegistry(recipe.trainer.seed))
+    settings = next(role for role in recipe.roles() if role.name == "reward_model")
+    role = build_role(settings, path, config, GroupRegistry(recipe.trainer.seed))
     scale = RewardModelScale(recipe.reward_model.normalize, config)
     return with_reward_model(scorer, recipe, texts, role, scale)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mppo.config.errors import ConfigError
 from mppo.config.extras import SIMULATION
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
@@ -76,7 +76,7 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         return 0
     from mppo.planning.describe import dry_run
 
-    found = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    found = {role.name: configs.read(role.path) for role in recipe.roles()}
     code = dry_run(recipe, world or world_size_of(recipe), found, arguments.gpu, arguments.picture)
     if arguments.simulate:
         simulate = SIMULATION.load("--simulate", True)

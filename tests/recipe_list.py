@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mppo.config.load import load_recipe
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -77,8 +77,8 @@ def _rank_of(path: Path) -> Hashable:
     """What decides the memory and the operations of a recipe's ranks."""
     recipe = load_recipe(path)
     roles = [
-        (role.name, Path(role.path).name, role.megatron, role.section.model_dump(exclude={"path"}))
-        for role in roles_in_use(recipe)
+        (role.name, Path(role.path).name, role.megatron, role.batching.model_dump(exclude={"path"}))
+        for role in recipe.roles()
     ]
     data, rollout = recipe.data, recipe.rollout
     engine = (rollout.mode, rollout.tensor_model_parallel_size, rollout.server_args)

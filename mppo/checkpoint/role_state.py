@@ -68,7 +68,7 @@ def describe_model(hf_config: Any, head: str, dtype: torch.dtype) -> dict[str, A
 
 def describe_role(role: Role) -> dict[str, Any]:
     """Describe the model of a role; see :func:`describe_model`."""
-    return describe_model(role.hf_config, role.spec.head, role.spec.dtype)
+    return describe_model(role.hf_config, role.settings.head, role.dtype)
 
 
 def role_bytes(role: Role) -> float:
@@ -77,7 +77,7 @@ def role_bytes(role: Role) -> float:
     They comprise weights, moments and, if there are any, float32 weights and the moving average. Of
     experts that are spread over ranks only one rank's are counted.
     """
-    width = role.spec.dtype.itemsize
+    width = role.dtype.itemsize
     each = width + 8 + (4 if width < 4 else 0) + (width if role.weights.average is not None else 0)
     here = sum(p.numel() for stage in role.stages for p in stage.parameters())
     return float(each * here * role.layout.tp * role.layout.pp)

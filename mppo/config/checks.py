@@ -22,9 +22,10 @@ from mppo.config.rules import (
     training,
 )
 from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
-from mppo.config.rules.rule import RULES, RoleCase, RuleContext, roles_in_use, world_size_of
+from mppo.config.rules.rule import RULES, RuleContext, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
+from mppo.config.sections.role_config import RoleConfig
 from mppo.weights.shape import max_positions, model_shape
 
 RULE_MODULES = (layout, offload, data, training, algorithm, engine, agent, reward_model, reward)
@@ -37,7 +38,7 @@ FetchModel = Callable[[str, Hub, bool, bool], Path]
 """From a model's name, the hub that has it, whether its weights are needed, and whether its code
 may run, to the folder it was downloaded to; raises ConfigError."""
 
-RoleCheck = Callable[[RoleCase, Any], Iterable[ConfigIssue]]
+RoleCheck = Callable[[RoleConfig, Any], Iterable[ConfigIssue]]
 """From a role and its model's config object to issues that need Megatron or the weights to find;
 raises ValueError for a model that Megatron cannot represent."""
 
@@ -68,7 +69,7 @@ def check_recipe(
     """
     issues: list[ConfigIssue] = []
     shapes = {}
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         if role.name in hf_configs:
             try:
                 shapes[role.name] = model_shape(hf_configs[role.name])
@@ -191,7 +192,7 @@ def _read_configs(
     """Each role's config object, by role, and the issues of models whose config cannot be read."""
     configs: dict[str, Any] = {}
     issues: list[ConfigIssue] = []
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         try:
             configs[role.name] = read_hf_config(role.path)
         except ConfigError as error:
@@ -206,7 +207,7 @@ def _check_roles(
 ) -> list[ConfigIssue]:
     """The issues that ``check`` finds in roles whose model has a config and no issue yet."""
     issues: list[ConfigIssue] = []
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         if role.name in configs and role.path_key not in keys_with_issues:
             try:
                 issues += check(role, configs[role.name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 
@@ -65,7 +64,7 @@ def lists_obstacle(recipe: Recipe) -> Obstacle | None:
 
 def streams_forward(recipe: Recipe) -> bool:
     """Whether the forward-only passes of actor, critic and reference run through one pipeline."""
-    roles = [role for role in roles_in_use(recipe) if role.name != "reward_model"]
+    roles = [role for role in recipe.roles() if role.name != "reward_model"]
     megatrons = [role.megatron for role in roles]
     stages = {megatron.pipeline_model_parallel_size for megatron in megatrons}
     # the actor's pass reads the hidden states of the reference's pass
@@ -78,7 +77,7 @@ def forward_groups(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 
     The actor is left out where the recipe takes the engine's log-probabilities instead.
     """
-    used = {role.name for role in roles_in_use(recipe)}
+    used = {role.name for role in recipe.roles()}
     if not recipe.needs_actor_logprobs:
         used.remove("actor")
     # the actor's pass may read the hidden states of the reference's pass

@@ -16,6 +16,7 @@ from mppo.config.sections.data import DataConfig
 from mppo.config.sections.model import ModelConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.reward_model import RewardModelConfig
+from mppo.config.sections.role_config import RoleConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig, RefConfig
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.config.sections.section import Section
@@ -58,6 +59,80 @@ class Recipe(Section):
         if isinstance(actors, Mapping) and isinstance(own, Mapping) and set(own) == {"offload"}:
             return {**document, "ref": {**document["ref"], "megatron": {**actors, **own}}}
         return document
+
+    def roles(self) -> tuple[RoleConfig, ...]:
+        """The actor, then critic, reference and reward model if the run needs them."""
+        roles = [self._actor()]
+        if self.algorithm.uses_critic:
+            roles.append(self._critic())
+        if self.uses_reference:
+            roles.append(self._reference())
+        if self.reward_model.in_use:
+            roles.append(self._reward_model())
+        return tuple(roles)
+
+    def _actor(self) -> RoleConfig:
+        actor = self.actor
+        return RoleConfig(
+            "actor",
+            actor,
+            actor.megatron,
+            self.model.dtype,
+            "actor.megatron",
+            self.model.path,
+            "model.path",
+            self._temperature,
+            optim=actor.optim,
+            router_replay=actor.router_replay,
+            ema_decay=actor.ema_decay,
+        )
+
+    def _critic(self) -> RoleConfig:
+        critic = self.critic
+        return RoleConfig(
+            "critic",
+            critic,
+            critic.megatron,
+            self.model.dtype,
+            "critic.megatron",
+            critic.path or self.model.path,
+            "critic.path" if critic.path else "model.path",
+            optim=critic.optim,
+            router_replay=critic.router_replay,
+            value_head_init=critic.value_head_init,
+            seed=self.trainer.seed,
+        )
+
+    def _reference(self) -> RoleConfig:
+        ref, actor = self.ref, self.actor
+        return RoleConfig(
+            "ref",
+            ref.batching(actor),
+            ref.megatron or actor.megatron,
+            self.model.dtype,
+            "ref.megatron" if ref.megatron else "actor.megatron",
+            ref.path or self.model.path,
+            "ref.path" if ref.path else "model.path",
+            self._temperature,
+        )
+
+    def _reward_model(self) -> RoleConfig:
+        own = self.reward_model
+        assert own.path is not None, "it is in use"
+        return RoleConfig(
+            "reward_model",
+            own.batching,
+            own.megatron,
+            own.dtype or self.model.dtype,
+            "reward_model.megatron",
+            own.path,
+            "reward_model.path",
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """Greedy sampling (temperature 0) defines no distribution: the model's own."""
+        return self.rollout.temperature or 1.0
 
     @property
     def uses_reference(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.files import BUILTIN_PREFIX
-from mppo.config.rules.rule import RoleCase
+from mppo.config.sections.role_config import RoleConfig
 from mppo.config.sections.roles import CriticConfig
 from mppo.hub.builtin import REWARD_MODELS
 from mppo.safety.input_error import InputError
@@ -21,7 +21,7 @@ from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import CheckpointReader
 
 
-def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
+def check_weights(role: RoleConfig, hf_config: Any) -> tuple[ConfigIssue, ...]:
     """Check the headers of a role's weights and the files that an export copies.
 
     This runs before any model is built.
@@ -58,7 +58,7 @@ def check_weights(role: RoleCase, hf_config: Any) -> tuple[ConfigIssue, ...]:
             has_head = head.hf[0] in source.tensors
         if role.name == "reward_model" and not has_head:
             raise InputError(f"{folder}: has no score head ({head.hf[0]}, {head.name})")
-    critic = role.section
+    critic = role.batching
     if (
         isinstance(critic, CriticConfig)
         and has_head

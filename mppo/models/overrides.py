@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Any
 
 from mppo.config.errors import ConfigIssue, nearest
-from mppo.config.rules.rule import RoleCase
 from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.role_config import RoleConfig
 from mppo.models.families.architectures import family_config
 
 OTHER_NAMES = {
@@ -76,7 +76,7 @@ ARCHITECTURE = frozenset(
 """Fields that define the function a model computes, besides those its family sets."""
 
 
-def override_issues(role: RoleCase, hf_config: Any) -> Iterator[ConfigIssue]:
+def override_issues(role: RoleConfig, hf_config: Any) -> Iterator[ConfigIssue]:
     """Find the problems of a role's ``override_transformer_config``.
 
     Args:
@@ -132,7 +132,7 @@ def transformer_fields(is_mla: bool) -> frozenset[str]:
     return frozenset(field.name for field in fields(kind) if not field.name.startswith("_"))
 
 
-def _recipe_key(role: RoleCase, name: str) -> str | None:
+def _recipe_key(role: RoleConfig, name: str) -> str | None:
     """The recipe's key for a field; None if the recipe has none."""
     name = OTHER_NAMES.get(name, name)
     if "." in name:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.config.sections.role_config import RoleConfig
 from mppo.models.attention.context import ContextPlace
-from mppo.models.configuration import transformer_config
+from mppo.models.configuration import DTYPES, transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
+from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.moe.construction import freeze_routers
 from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
-from mppo.models.role_spec import TOKENS_ONLY, PassInputs, RoleSpec
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage, build_stages
 from mppo.models.work_share import PassMoves, fetch_share
@@ -34,64 +36,74 @@ class Role:
     """A role's Megatron model: this rank's part of it in the role's layout.
 
     Args:
-        spec: the specification of the role.
-        hf_config: transformers config of ``spec.folder``.
+        settings: what the recipe says of the role.
+        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
+        hf_config: transformers config of ``folder``.
         groups: process groups of the layout.
+        total_steps: number of PPO steps of the run, for the learning rate.
 
     Attributes:
+        dtype: of the parameters.
         weights: the parameters; streams, saves and averages them.
         head: computes the outputs from the hidden states.
         token_budget: most tokens per GPU of a micro-batch, with ``use_dynamic_bsz``.
         loss: loss of the mini-batch whose gradient is accumulated, the same on every rank.
     """
 
-    def __init__(self, spec: RoleSpec, hf_config, groups: LayoutGroups) -> None:
-        self.spec, self.groups, self.layout = spec, groups, groups.layout
-        self.hf_config = hf_config
-        device.prepare_dtype(spec.dtype)
+    def __init__(
+        self,
+        settings: RoleConfig,
+        folder: Path,
+        hf_config: Any,
+        groups: LayoutGroups,
+        total_steps: int = 1,
+    ) -> None:
+        self.settings, self.groups, self.layout = settings, groups, groups.layout
+        self.folder, self.hf_config, self.dtype = folder, hf_config, DTYPES[settings.dtype]
+        device.prepare_dtype(self.dtype)
         family = family_config(hf_config)
         vocab_size = family.gpt_kwargs["vocab_size"]
         with groups.active():
             self.config = transformer_config(
-                family, spec.megatron, self.layout, spec.dtype, trained=spec.optim is not None
+                family, settings.megatron, self.layout, self.dtype, trained=settings.trained
             )
             padded_vocab = padded_vocab_size(vocab_size, self.layout.tp)
             self.stages: list[Stage] = build_stages(
-                family, self.config, self.layout, padded_vocab, groups.coordinates.pp, spec.head
+                family, self.config, self.layout, padded_vocab, groups.coordinates.pp, settings.head
             )
-            self.weights = RoleWeights(self.stages, hf_config, groups, spec)
+            self.weights = RoleWeights(self.stages, hf_config, groups, settings, folder)
             self._prepare_routers()
             self.chunks: Sequence[torch.nn.Module] = self.stages
             self.optimizer: RoleOptimizer | None = None
-            if spec.optim is not None:
+            if settings.optim is not None:
                 replicas = self.layout.dp * self.layout.cp
-                self.chunks = wrapped = wrap_in_ddp(self.stages, spec.megatron, replicas)
+                self.chunks = wrapped = wrap_in_ddp(self.stages, settings.megatron, replicas)
                 self.optimizer = RoleOptimizer(
-                    wrapped, spec.optim, spec.megatron, spec.dtype, spec.total_steps
+                    wrapped, settings.optim, settings.megatron, self.dtype, total_steps
                 )
             else:
                 for stage in self.stages:
                     stage.requires_grad_(False)
-        self.head = RoleHead(self.stages[-1], spec, groups, vocab_size)
-        self.token_budget = spec.batching.token_budget
+        self.head = RoleHead(self.stages[-1], settings, groups, vocab_size)
+        self.token_budget = settings.batching.token_budget
         self.loss = 0.0
 
     def _prepare_routers(self) -> None:
         """Freeze the routers if the recipe says so, and record or replay their expert choices."""
-        spec = self.spec
-        if spec.megatron.freeze_moe_router:
+        settings = self.settings
+        if settings.megatron.freeze_moe_router:
             for stage in self.stages:
                 freeze_routers(stage)
         self.routing: RoleRouting | None = None
         if self.config.num_moe_experts:
             self.routing = RoleRouting(
-                self.stages, spec.megatron, spec.router_replay, self.groups, self.config
+                self.stages, settings.megatron, settings.router_replay, self.groups, self.config
             )
 
     @property
     def name(self) -> str:
         """The role's name."""
-        return self.spec.name
+        return self.settings.name
 
     @property
     def token_multiple(self) -> int:
@@ -104,7 +116,7 @@ class Role:
 
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:
         """Size and number limits of micro-batches, for training or for a forward-only pass."""
-        batching = self.spec.batching
+        batching = self.settings.batching
         sequences = batching.ppo_micro_batch_size_per_gpu
         tokens = self.token_budget
         if not training:
@@ -121,11 +133,11 @@ class Role:
 
     def predicted_B(self, batch: Sequences) -> Tensor:
         """Number of tokens of each sequence that pass the head: int64 ``[B]``."""
-        return batch.response_B + batch.end_B if self.spec.head == "value" else batch.response_B
+        return batch.response_B + batch.end_B if self.settings.head == "value" else batch.response_B
 
     def predicted_mask_T(self, batch: Sequences) -> Tensor:
         """1 on the tokens for which the head gives a value or log-probability, float32 ``[T]``."""
-        return batch.value_mask_T if self.spec.head == "value" else batch.response_mask_T
+        return batch.value_mask_T if self.settings.head == "value" else batch.response_mask_T
 
     def fetch(
         self, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY

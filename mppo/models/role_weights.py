@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mppo.config.sections.role_config import RoleConfig
 from mppo.models.average import MovingAverage
 from mppo.models.heads.value_head import initial_std
-from mppo.models.role_spec import RoleSpec
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
@@ -35,7 +35,8 @@ class RoleWeights:
         stages: chunks of this rank.
         hf_config: transformers config of the model.
         groups: the layout's process groups.
-        spec: the specification of the role.
+        role: the role's settings.
+        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
 
     Attributes:
         fresh: parameters that the role's folder lacks: the value head of a plain model.
@@ -49,17 +50,18 @@ class RoleWeights:
         stages: Sequence[Stage],
         hf_config: Any,
         groups: LayoutGroups,
-        spec: RoleSpec,
+        role: RoleConfig,
+        folder: Path,
     ) -> None:
         self._stages, self._hf_config, self._groups = stages, hf_config, groups
-        self._folder = spec.folder
+        self._folder = folder
         self.storages = MovedStorages(self._parameters, device.device())
-        self.fresh = load_weights(spec.folder, stages, hf_config, groups)
+        self.fresh = load_weights(folder, stages, hf_config, groups)
         if self.fresh and stages[-1].post_process:
-            std = initial_std(spec.value_head_init, hf_config)
-            stages[-1].value_head.draw(std, spec.seed)
+            std = initial_std(role.value_head_init, hf_config)
+            stages[-1].value_head.draw(std, role.seed)
         self.slices = SliceSource(stages, hf_config, groups.layout)
-        self.average = None if spec.ema_decay is None else MovingAverage(stages, spec.ema_decay)
+        self.average = None if role.ema_decay is None else MovingAverage(stages, role.ema_decay)
         self._streams: dict[int, WeightStream] = {}
 
     def _parameters(self) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
+from mppo.config.sections.role_config import Head
 from mppo.models.attention.core import PackedAttention
 from mppo.models.attention.mla import LocalMLA, PublishedMLA
 from mppo.models.attention.packing import Packing
@@ -37,7 +38,6 @@ from mppo.models.families.family import FamilyConfig
 from mppo.models.families.parallel_layer import ParallelLayer
 from mppo.models.families.sandwich_layer import SandwichLayer
 from mppo.models.heads.last_layer import LastLayer, with_early_select
-from mppo.models.heads.outputs import Head
 from mppo.models.heads.value_head import ValueHead
 from mppo.models.microbatch import MicroBatch
 from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel

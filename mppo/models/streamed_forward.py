@@ -13,8 +13,8 @@ from torch import Tensor
 from mppo.batch.batch import Sequences
 from mppo.models.heads.outputs import HeadOutputs, num_outputs, unstack_outputs
 from mppo.models.microbatch import MicroBatch
+from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.role import Role
-from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.models.stage import forward_step_function
 from mppo.models.work_share import PassMoves, output_rows, return_home, sum_states
 from mppo.pipeline.actions import RoleWork
@@ -102,11 +102,11 @@ class StreamedForward:
         """
         role, batch = self.role, self._batch
         role.end_forward(batch, self._plan, self.microbatches)
-        count = num_outputs(role.spec.head, self._inputs.ref_hidden_T is not None)
+        count = num_outputs(role.settings.head, self._inputs.ref_hidden_T is not None)
         parts = self.parts if parts is None else parts
         rows_Tk = output_rows(batch, self.microbatches, parts, count)
         home_Tk = return_home(batch, PassMoves(role.layout, self._plan, batch), rows_Tk)
-        return unstack_outputs(role.spec.head, home_Tk.T.contiguous())
+        return unstack_outputs(role.settings.head, home_Tk.T.contiguous())
 
 
 def forward(
@@ -146,7 +146,7 @@ def forward_with_states(
     passes = StreamedForward(role, batch, plan, finish=outputs_and_states)
     passes.run()
     home = passes.outputs([outputs for outputs, _ in passes.parts])
-    hidden_T = torch.zeros(len(batch.tokens_T), role.config.hidden_size, dtype=role.spec.dtype)
+    hidden_T = torch.zeros(len(batch.tokens_T), role.config.hidden_size, dtype=role.dtype)
     if role.groups.is_last_stage and role.groups.coordinates.tp == 0:
         for microbatch, (_, hidden_N) in zip(passes.microbatches, passes.parts):
             hidden_T[microbatch.predicted_in(batch)] = hidden_N

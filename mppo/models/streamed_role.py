@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mppo.models.configuration import finalize_gradients
 from mppo.models.microbatch import MicroBatch
+from mppo.models.mini_batch import MiniBatch
 from mppo.models.optimizer import PendingNorm
 from mppo.models.role import PendingStatistics, Role
-from mppo.models.role_spec import MiniBatch
 from mppo.models.stage import forward_step_function
 from mppo.models.streamed_forward import record_choices
 from mppo.pipeline.actions import RoleWork

@@ -22,7 +22,7 @@ from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
 from mppo.models.heads.outputs import HeadOutputs, stack_outputs
 from mppo.models.microbatch import MicroBatch
-from mppo.models.role_spec import PassInputs
+from mppo.models.mini_batch import PassInputs
 from mppo.parallel import device
 from mppo.parallel.exchange import EVERYWHERE, Moves, exchange
 from mppo.parallel.layout import Layout

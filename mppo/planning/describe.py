@@ -9,9 +9,9 @@ from typing import Any
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import GIB
 from mppo.config.load import resolved_yaml
-from mppo.config.rules.rule import RoleCase
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.sections.role_config import RoleConfig
 from mppo.planning.disk import describe_checkpoints
 from mppo.planning.fit import Fit, plan_fit, planned_gpu
 from mppo.planning.host import HostNeed, host_need, planned_host_issue
@@ -217,7 +217,7 @@ def describe_fit(plans: Sequence[RolePlan], fit: Fit, need: HostNeed) -> str:
     )
 
 
-def _offloaded(role: RoleCase, offload: Offload) -> str:
+def _offloaded(role: RoleConfig, offload: Offload) -> str:
     parts = ", ".join(part for part in role_parts(role) if getattr(offload, part))
     return (parts or "nothing") + (" (auto)" if role.megatron.offload == "auto" else "")
 

@@ -8,9 +8,9 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from mppo.config.gpu_types import DEFAULT_GPU, GpuType, find_gpu
-from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel import device
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.planning.outside import Engine, colocated_engine
@@ -131,7 +131,7 @@ def planned_residency(
             comes back early.
     """
     if gpu is None:
-        offload = {role.name: _given(role) or NOTHING for role in roles_in_use(recipe)}
+        offload = {role.name: _given(role) or NOTHING for role in recipe.roles()}
         return with_early_returns(residency(recipe, offload), lambda table, phase: True)
     return plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu).table
 
@@ -162,7 +162,7 @@ def choose_offload(
     Returns:
         The parts of every role, and the engine with the number of sequences that fits.
     """
-    roles = roles_in_use(recipe)
+    roles = recipe.roles()
     names = [role.name for role in roles]
     choices = [dict(zip(names, found)) for found in product(*map(_options, roles))]
     tables = [residency(recipe, choice) for choice in choices]
@@ -177,7 +177,7 @@ def choose_offload(
     return choices[-1], engines[-1]
 
 
-def _given(role: RoleCase) -> Offload | None:
+def _given(role: RoleConfig) -> Offload | None:
     """What the recipe says of a role; None: auto."""
     offload = role.megatron.offload
     if offload == "auto":
@@ -185,7 +185,7 @@ def _given(role: RoleCase) -> Offload | None:
     return NOTHING if isinstance(offload, str) else offload
 
 
-def _options(role: RoleCase) -> list[Offload]:
+def _options(role: RoleConfig) -> list[Offload]:
     """The choices for a role; the last has everything that may be offloaded."""
     given = _given(role)
     if given is not None:

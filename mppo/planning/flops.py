@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.config.sections.role_config import Head
 from mppo.models.families.architectures import family_config
-from mppo.models.heads.outputs import Head
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.memory import experts_per_token
 from mppo.weights.rows import Row

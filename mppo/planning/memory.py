@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
-from mppo.config.rules.rule import RoleCase
+from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.table import Entry, Table
@@ -108,7 +108,7 @@ def stage_layers(
     return owned
 
 
-def role_stage_layers(role: RoleCase, num_layers: int, world_size: int) -> list[list[int]]:
+def role_stage_layers(role: RoleConfig, num_layers: int, world_size: int) -> list[list[int]]:
     """Decoder layers of every pipeline stage of a role, see ``stage_layers``."""
     m = role.megatron
     layout = m.layout(world_size)
@@ -164,7 +164,7 @@ def experts_per_token(hf_config: Any) -> int:
 
 
 def role_memory(
-    role: RoleCase, layout: Layout, count: ParameterCount, dtype: str, cpu_share: float = 0.0
+    role: RoleConfig, layout: Layout, count: ParameterCount, dtype: str, cpu_share: float = 0.0
 ) -> Memory:
     """Memory that one role keeps on one rank.
 

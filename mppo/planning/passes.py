@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mppo.config.rules.rule import RoleCase
+from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel.layout import Layout
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.routes import kept_sends
@@ -54,7 +54,7 @@ class StagePasses:
         streams_forward: forward-only passes of all roles run through one pipeline.
     """
 
-    role: RoleCase
+    role: RoleConfig
     kind: ModelKind
     layout: Layout
     stage: int
@@ -156,7 +156,7 @@ class StagePasses:
         at_layer = max(layer.backward + layer.stored * recomputes for layer in layers)
         kept = self.kept * self.chunk
         moments = [kept + at_layer]
-        if self.is_last and not self.role.has_value_head:
+        if self.is_last and self.role.head != "value":
             moments.append(kept + self._head(self.lengths.training, trained=True))
         if self.stage == 0:
             rows = padded_vocab_size(self.kind.shape.vocab, self.layout.tp) // self.layout.tp
@@ -179,7 +179,7 @@ class StagePasses:
         """Most bytes of a forward-only pass."""
         layers = self._forward
         moments = [layer.forward for layer in layers]
-        if self.is_last and not self.role.has_value_head:
+        if self.is_last and self.role.head != "value":
             # with Transformer Engine, the last layer's input too
             streams = 3 if self.kind.transformer_engine else 2
             head = streams * layers[0].stream + self._head(self.lengths.forward, trained=False)
@@ -214,7 +214,7 @@ class StagePasses:
         """The vocabulary projection over a chunk of tokens (``mppo.models.heads.vocabulary``)."""
         shape, b = self.kind.shape, self.itemsize
         predicted = micro_batch // self.lengths.sequence * self.lengths.response / self.layout.cp
-        chunk = min(self.role.section.head_chunk_tokens, predicted)
+        chunk = min(self.role.batching.head_chunk_tokens, predicted)
         rows = padded_vocab_size(shape.vocab, self.layout.tp) // self.layout.tp
         states = predicted * shape.hidden * b
         if not trained:

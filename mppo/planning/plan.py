@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
+from mppo.config.sections.role_config import RoleConfig
 from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import ModelKind, model_kind
@@ -57,7 +57,7 @@ class RolePlan:
         micro_batch_tokens: tokens of the largest micro-batch.
     """
 
-    role: RoleCase
+    role: RoleConfig
     layout: Layout
     parameters: int
     stage_parameters: list[int]
@@ -78,7 +78,7 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
     """
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     plans: list[RolePlan] = []
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         own = hf_configs[role.name]
         table = parameter_table(model_shape(own))
         kind = model_kind(own, table.shape, experts_per_token(own))
@@ -147,11 +147,11 @@ def token_costs(
 
 
 def _plan_role(
-    recipe: Recipe, role: RoleCase, world_size: int, table: Table, kind: ModelKind
+    recipe: Recipe, role: RoleConfig, world_size: int, table: Table, kind: ModelKind
 ) -> RolePlan:
     layout = role.megatron.layout(world_size)
     layers = role_stage_layers(role, table.shape.num_layers, world_size)
-    value_head = role.has_value_head
+    value_head = role.head == "value"
     counts = [
         count_parameters(table, layout, stage, owned, value_head)
         for stage, owned in enumerate(layers)
@@ -189,7 +189,7 @@ def _plan_role(
     )
 
 
-def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
+def _mini_batches(recipe: Recipe, role: RoleConfig) -> tuple[int, int]:
     """Optimizer steps per PPO step, and sequences of a mini-batch (of a pass of a frozen role)."""
     batch, samples = recipe.data.train_batch_size, recipe.rollout.n
     if not role.trained:
@@ -200,7 +200,7 @@ def _mini_batches(recipe: Recipe, role: RoleCase) -> tuple[int, int]:
 
 
 def _micro_batches(
-    role: RoleCase, layout: Layout, sequences: int, longest: int, training: bool
+    role: RoleConfig, layout: Layout, sequences: int, longest: int, training: bool
 ) -> tuple[int, int]:
     """Number of micro-batches for a rank's sequences of maximal length, and the tokens of one.
 
@@ -211,7 +211,7 @@ def _micro_batches(
         longest: tokens of each sequence.
         training: in training; False: in a forward-only pass.
     """
-    b = role.section
+    b = role.batching
     per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.token_budget
     if not training:
         per_micro = b.log_prob_micro_batch_size_per_gpu or per_micro

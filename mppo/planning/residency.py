@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
-from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schedule import forward_groups, update_groups
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.sections.role_config import RoleConfig
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "returning", "host", "freed"]
@@ -51,7 +51,7 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     table: dict[str, dict[str, dict[Part, Place]]] = {}
     for phase, used in used_parts(recipe).items():
         table[phase] = {}
-        for role in roles_in_use(recipe):
+        for role in recipe.roles():
             wanted, chosen = used.get(role.name, ()), offload[role.name]
             table[phase][role.name] = {
                 part: _place(part, getattr(chosen, part), part in wanted)
@@ -102,7 +102,7 @@ def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:
     return used
 
 
-def role_parts(role: RoleCase) -> tuple[Part, ...]:
+def role_parts(role: RoleConfig) -> tuple[Part, ...]:
     """The parts that a role has."""
     return TRAINED_PARTS if role.trained else FROZEN_PARTS
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from mppo.config.gpu_types import GIB, GpuType
 from mppo.config.rules.engine import sglang_options
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
 from mppo.planning.peaks import RankUse, Use
@@ -226,7 +225,7 @@ def _role_fixes(moment: Moment, recipe: Recipe) -> list[tuple[int, str]]:
         if size:
             found.append((size // 2, f"double {key}: {role} holds {size / GIB:.1f} GiB here"))
     if moment.role is not None and not moment.phase.startswith("building"):
-        section = next(case.section for case in roles_in_use(recipe) if case.name == moment.role)
+        section = next(case.batching for case in recipe.roles() if case.name == moment.role)
         key, value = "ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
         if section.use_dynamic_bsz:
             key, value = "ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu

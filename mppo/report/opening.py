@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mppo import __version__
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.config.sections.rollout import RolloutConfig
@@ -21,7 +20,7 @@ def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
     """
     world = info.world_size
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    roles = roles_in_use(recipe)
+    roles = recipe.roles()
     estimator, dtype = recipe.algorithm.adv_estimator, recipe.model.dtype
     lines = {
         f"mppo {__version__}": f"PPO with {estimator}, {recipe.trainer.project_name}/"
@@ -43,7 +42,7 @@ def layout_line(recipe: Recipe, world: int) -> str:
 
 
 def _layouts(recipe: Recipe, world: int) -> str:
-    roles = roles_in_use(recipe)
+    roles = recipe.roles()
     return ", ".join(f"{r.name} {r.megatron.layout(world).describe()}" for r in roles)
 
 

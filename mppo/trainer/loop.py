@@ -189,7 +189,7 @@ def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Itera
         yield
     except NonFiniteStep as error:
         folder = run.reporter.run_dir / NONFINITE / f"step_{step}"
-        model, recipe = str(run.roles.actor.spec.folder), redact(run.recipe.model_dump(mode="json"))
+        model, recipe = str(run.roles.actor.folder), redact(run.recipe.model_dump(mode="json"))
         case = ReplayCase(step, error.mini_batch, model, recipe, group_size())
         keep_case(folder, case, experience)
         run.checkpoints.save_roles(folder / MODELS)

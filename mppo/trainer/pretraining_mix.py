@@ -22,7 +22,7 @@ from mppo.batch.prompt import Prompt
 from mppo.batch.selection import concatenate_batches
 from mppo.data.loader import PromptLoader
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, map_outputs
-from mppo.models.role_spec import Objective
+from mppo.models.mini_batch import Objective
 from mppo.parallel.device import copied
 from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from mppo.checkpoint.role_state import describe_model
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
+from mppo.config.sections.role_config import RoleConfig
 from mppo.hub.builtin import resolve_model
 from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
-from mppo.models.role_spec import RoleSpec
 from mppo.parallel.groups import GroupRegistry
 from mppo.planning.fit import own_gpu, planned_residency
 from mppo.planning.flops import model_flops
@@ -35,42 +34,32 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
         folder: the actor's initial weights.
         load_config: reads the Hugging Face config of a folder.
     """
-    folders, heads = _model_folders(recipe, folder), {"actor": "policy", "critic": "value"}
-    dtype = DTYPES[recipe.model.dtype]
+    folders = _model_folders(recipe, folder)
     return {
-        name: describe_model(load_config(folders[name]), head, dtype)
-        for name, head in heads.items()
-        if name in folders
+        role.name: describe_model(load_config(folders[role.name]), role.head, DTYPES[role.dtype])
+        for role in recipe.roles()
+        if role.trained
     }
 
 
 def _model_folders(recipe: Recipe, folder: Path) -> dict[str, Path]:
     """The folder of each role's initial weights: ``folder`` for ``model.path``."""
-    roles, seed = roles_in_use(recipe), recipe.trainer.seed
+    roles, seed = recipe.roles(), recipe.trainer.seed
     own = {r.name: resolve_model(r.path, seed=seed) for r in roles if r.path_key != "model.path"}
     return {role.name: own.get(role.name, folder) for role in roles}
 
 
-def build_reward_model(recipe: Recipe, hf_config: Any, registry: GroupRegistry) -> Role:
-    """Build the reward model of a recipe that has one. Collective.
-
-    Args:
-        recipe: the recipe.
-        hf_config: Hugging Face config of the reward model.
-        registry: process groups by layout.
-    """
-    section, world = recipe.reward_model, torch.distributed.get_world_size()
-    assert section.path is not None, "the recipe has a reward model"
-    spec = RoleSpec(
-        name="reward_model",
-        head="value",
-        folder=resolve_model(section.path),
-        dtype=DTYPES[section.dtype or recipe.model.dtype],
-        megatron=section.megatron,
-        batching=section.batching,
-    )
-    with phase("building reward_model"):
-        return Role(spec, hf_config, registry.of(section.megatron.layout(world)))
+def build_role(
+    settings: RoleConfig,
+    folder: Path,
+    hf_config: Any,
+    registry: GroupRegistry,
+    total_steps: int = 1,
+) -> Role:
+    """Build a role; for the arguments see :class:`Role`. Collective."""
+    groups = registry.of(settings.megatron.layout(torch.distributed.get_world_size()))
+    with phase(f"building {settings.name}"):
+        return Role(settings, folder, hf_config, groups, total_steps)
 
 
 class Roles:
@@ -107,53 +96,28 @@ class Roles:
         world = torch.distributed.get_world_size()
         folders = _model_folders(recipe, folder)
         configs = {name: load_config(where) for name, where in folders.items()}
-        dtype = DTYPES[recipe.model.dtype]
-        # greedy sampling (temperature 0) defines no distribution: use the model's own
-        temperature = recipe.rollout.temperature or 1.0
-
-        def build(name, head, section, megatron, optim) -> Role:
-            spec = RoleSpec(
-                name=name,
-                head=head,
-                folder=folders[name],
-                dtype=dtype,
-                megatron=megatron,
-                batching=section,
-                temperature=temperature,
-                optim=optim,
-                total_steps=total_steps,
-                router_replay=getattr(section, "router_replay", "off"),
-                ema_decay=getattr(section, "ema_decay", None),
-                value_head_init=recipe.critic.value_head_init,
-                seed=recipe.trainer.seed,
-            )
-            with phase(f"building {name}"):
-                return Role(spec, configs[name], registry.of(megatron.layout(world)))
-
         numbers = with_token_budgets(recipe, world, configs)
-        actor, critic, ref = numbers.actor, numbers.critic, numbers.ref
-        table = table or planned_residency(recipe, world, configs, own_gpu(recipe))
-        self.placement = RolePlacement(table)
-        self.actor = build("actor", "policy", actor, actor.megatron, actor.optim)
-        self.placement.add(self.actor)
-        self.critic: Role | None = None
-        if recipe.algorithm.uses_critic:
-            self.critic = build("critic", "value", critic, critic.megatron, critic.optim)
-            self.placement.add(self.critic)
-        self.ref: Role | None = None
-        if recipe.uses_reference:
-            batching = ref.batching(actor)
-            self.ref = build("ref", "policy", batching, ref.megatron or actor.megatron, None)
-            if recipe.needs_full_kl:
+        self.placement = RolePlacement(
+            table or planned_residency(recipe, world, configs, own_gpu(recipe))
+        )
+        built: dict[str, Role] = {}
+        for settings in numbers.roles():
+            name = settings.name
+            built[name] = build_role(settings, folders[name], configs[name], registry, total_steps)
+            if name == "ref" and recipe.needs_full_kl:
                 bucket_bytes = recipe.rollout.sync_bucket_mb << 20
-                self.actor.head.load_reference(self.ref.head, self.ref.weights, bucket_bytes)
-            self.placement.add(self.ref)
-        self.reward_model: Role | None = None
+                ref = built[name]
+                built["actor"].head.load_reference(ref.head, ref.weights, bucket_bytes)
+            self.placement.add(built[name])
+        self.actor, self.critic = built["actor"], built.get("critic")
+        self.ref, self.reward_model = built.get("ref"), built.get("reward_model")
         self.reward_scale: RewardModelScale | None = None
-        if recipe.reward_model.in_use:
-            self._add_reward_model(configs["reward_model"], registry)
+        if self.reward_model is not None:
+            scale = recipe.reward_model.normalize
+            self.reward_scale = RewardModelScale(scale, self.reward_model.hf_config)
         self.flops = {
-            name: model_flops(role.hf_config, role.spec.head) for name, role in self.trained.items()
+            name: model_flops(role.hf_config, role.settings.head)
+            for name, role in self.trained.items()
         }
         given, self.slot_balance = given_budgets(recipe), None
         if None in given.values():
@@ -162,11 +126,6 @@ class Roles:
         self.seconds: dict[str, float] = {}
         self.skipped_steps = 0
         self.skipped_in_a_row: dict[str, int] = {}
-
-    def _add_reward_model(self, hf_config: Any, registry: GroupRegistry) -> None:
-        self.reward_model = build_reward_model(self.recipe, hf_config, registry)
-        self.placement.add(self.reward_model)
-        self.reward_scale = RewardModelScale(self.recipe.reward_model.normalize, hf_config)
 
     @property
     def trained(self) -> dict[str, Role]:

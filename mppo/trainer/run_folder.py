@@ -31,7 +31,6 @@ from mppo.checkpoint.resume import (
     resume_mode,
 )
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.stale import step_folders
@@ -323,7 +322,7 @@ def check_model_folders(recipe: Recipe) -> None:
     Raises:
         ConfigError: a file differs from what was written.
     """
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         folder = resolve_model(role.path, seed=recipe.trainer.seed)
         fix = (
             "restore it from a copy, or export the model again; if you changed it on purpose, "
@@ -370,7 +369,7 @@ def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
         HF: trainer.checkpoint_hf,
         CHECKPOINTS: True,
     }
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         for name in (name for name, written in outputs.items() if written):
             if _is_below(Path(role.path) / "x", path / name):
                 why = (

@@ -16,7 +16,6 @@ from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader, check_batch_size
@@ -83,7 +82,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         if run_folder.finished:
             return None
         check_model_folders(recipe)
-    configs = {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+    configs = {role.name: read_config(role.path) for role in recipe.roles()}
     texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
     _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     _report_prompts(reporter, trainer.replay, training, validation)
@@ -179,7 +178,7 @@ def _report_new_head(reporter: Reporter, critic: Role) -> None:
     """Print if the critic has a new value head, which only the last stage knows. Collective."""
     (is_new,) = largest_of_ranks([bool(critic.weights.fresh)])
     if is_new:
-        init = critic.spec.value_head_init
+        init = critic.settings.value_head_init
         reporter.line(f"the critic starts with a new value head (value_head_init: {init})")
 
 

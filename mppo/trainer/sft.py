@@ -22,13 +22,13 @@ from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
 from mppo.config.sections.optimizer import OptimConfig
+from mppo.config.sections.role_config import RoleConfig
 from mppo.data.source import PromptSet
 from mppo.data.supervised import SupervisedExample, supervised_examples
-from mppo.models.configuration import DTYPES
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
+from mppo.models.mini_batch import MiniBatch
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
-from mppo.models.role_spec import MiniBatch, RoleSpec
 from mppo.models.streamed_role import forward_backward
 from mppo.parallel.groups import GroupRegistry
 from mppo.supervision import stop_request
@@ -67,19 +67,12 @@ def train_sft(
         StepInterrupted: a stop was requested; nothing is written.
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
-    spec = RoleSpec(
-        name="warm start",
-        head="policy",
-        folder=folder,
-        dtype=DTYPES[recipe.model.dtype],
-        megatron=recipe.actor.megatron,
-        batching=recipe.actor,
-        optim=OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine"),
-        total_steps=trainer.warm_start_steps,
-    )
+    optim = OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine")
+    actor = recipe.roles()[0]
+    settings = RoleConfig("warm start", actor.batching, actor.megatron, actor.dtype, optim=optim)
     with phase("warm start"):
-        world = torch.distributed.get_world_size()
-        role = Role(spec, hf_config, registry.of(recipe.actor.megatron.layout(world)))
+        groups = registry.of(actor.megatron.layout(torch.distributed.get_world_size()))
+        role = Role(settings, folder, hf_config, groups, trainer.warm_start_steps)
         examples = supervised_examples(
             prompts, tokenizer, trainer.warm_start_steps * size, trainer.seed
         )

@@ -34,7 +34,7 @@ class Case:
         head: "policy" or "value".
         micro_batch: sequences per micro-batch; ``run_matrix`` varies it, but keeps 1.
         steps: optimizer steps taken.
-        role: further fields of ``RoleSpec``.
+        role: further fields of ``RoleConfig``.
         source: folder or checkpoint to start from instead of the model's own.
         dtype: of the parameters.
         beside: a second role in the same processes; both take turns, pass by pass.
@@ -131,10 +131,10 @@ def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(**case.megatron)
     batching = BatchingConfig(
@@ -143,20 +143,18 @@ def build_role(case: Case, folder: Path, registry):
     if case.token_budget is not None:
         budget = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": case.token_budget}
         batching = batching.model_copy(update=budget)
-    spec = RoleSpec(
-        name="actor",
-        head=case.head,
-        folder=Path(case.source) if case.source else folder / case.model,
-        dtype=getattr(torch, case.dtype),
-        megatron=megatron,
+    settings = RoleConfig(
+        name="actor" if case.head == "policy" else "critic",
         batching=batching,
+        megatron=megatron,
+        dtype=case.dtype,
         temperature=0.9,
         optim=OptimConfig(lr=0.05, eps=0.01, weight_decay=0.0),
-        total_steps=10,
         **case.role,
     )
-    config = read_model_config(spec.folder)
-    return Role(spec, config, registry.of(megatron.layout(dist.get_world_size())))
+    source = Path(case.source) if case.source else folder / case.model
+    groups = registry.of(megatron.layout(dist.get_world_size()))
+    return Role(settings, source, read_model_config(source), groups, total_steps=10)
 
 
 def run_case(case: Case, folder: Path, registry) -> Outcome:
@@ -172,12 +170,12 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.batch.shares import share_out
-    from mppo.models.role_spec import MiniBatch
+    from mppo.models.mini_batch import MiniBatch
     from mppo.models.streamed_forward import forward
 
     batch = batch_of()
     role = build_role(case, folder, registry)
-    if role.spec.router_replay == "R3":
+    if role.settings.router_replay == "R3":
         sizes = role.config.num_layers, role.config.num_moe_experts, role.config.moe_router_topk
         batch = replace(batch, routed_experts_T=engine_choices(len(batch.tokens_T), *sizes))
     home = share_out(batch, role.config.num_moe_experts)

@@ -71,8 +71,8 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.batch.shares import share_out
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.heads.outputs import tensors_of
+    from mppo.models.mini_batch import MiniBatch, PassInputs
     from mppo.models.role import Role
-    from mppo.models.role_spec import MiniBatch, PassInputs
     from mppo.models.streamed_forward import forward, forward_with_states
     from mppo.trainer.pretraining_mix import PretrainingMix
 
@@ -81,16 +81,15 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     _, ref_layout, _ = VARIANTS.get(name, ({}, {}, 4))
     plain = dataclasses.replace(case, role=POLICY)
     actor = build_role(plain, folder, registry)
-    spec = dataclasses.replace(
-        actor.spec,
+    settings = dataclasses.replace(
+        actor.settings,
         name="ref",
-        folder=folder / "gemma2",
         megatron=MegatronConfig(**ref_layout),
         optim=None,
         ema_decay=None,
     )
-    layout = spec.megatron.layout(world)
-    reference = Role(spec, AutoConfig.from_pretrained(spec.folder), registry.of(layout))
+    groups, source = registry.of(settings.megatron.layout(world)), folder / "gemma2"
+    reference = Role(settings, source, AutoConfig.from_pretrained(source), groups)
     actor.head.load_reference(reference.head, reference.weights, 1 << 14)
     batch = batch_of()
     home, lengths = share_out(batch), batch.lengths_B.tolist()
@@ -154,13 +153,12 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
     second with an infinite loss, whose gradient is finite, of one of its sequences."""
     from layout_case import objective
 
+    from mppo.models.mini_batch import MiniBatch
     from mppo.models.role import step_together
-    from mppo.models.role_spec import MiniBatch
     from mppo.models.streamed_role import forward_backward
 
     actor = build_role(case, folder, registry)
     critic = build_role(dataclasses.replace(case, head="value", role={}), folder, registry)
-    critic.spec = dataclasses.replace(critic.spec, name="critic")
     batch, roles = batch_of(), (actor, critic)
     seen = [[_weights(role) for role in roles]]
     for factor, lost in ((torch.inf, 0.0), (1.0, torch.inf), (1.0, 0.0)):

@@ -51,10 +51,10 @@ def _rank(rank: int, folder: Path) -> None:
 
     device.prepare_megatron()
     from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
     from mppo.parallel.groups import GroupRegistry
     from mppo.rewards.reward_model.scorer import model_scores, scoring_batch
 
@@ -72,8 +72,9 @@ def _rank(rank: int, folder: Path) -> None:
     for number, (family, layout) in enumerate(CASES):
         megatron = MegatronConfig(**LAYOUTS[layout])
         batching = BatchingConfig(ppo_micro_batch_size_per_gpu=1 + number % 3)
-        spec = RoleSpec("reward_model", "value", folder / family, torch.float32, megatron, batching)
-        role = Role(spec, read_model_config(spec.folder), registry.of(megatron.layout(2)))
+        settings = RoleConfig("reward_model", batching, megatron, "float32")
+        source, groups = folder / family, registry.of(megatron.layout(2))
+        role = Role(settings, source, read_model_config(source), groups)
         found[family, layout] = model_scores(role, shared(texts()))
         if (family, layout) == ("llama", "DP2"):
             found["alone"] = model_scores(role, shared(texts()[:1]))  # a rank without a text

@@ -56,22 +56,21 @@ def _role(folder: Path, replay: str, registry):
 
     from mppo.config.sections.megatron import MegatronConfig
     from mppo.config.sections.optimizer import OptimConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
 
-    spec = RoleSpec(
+    settings = RoleConfig(
         name="actor",
-        head="policy",
-        folder=folder,
-        dtype=torch.float32,
+        dtype="float32",
         megatron=MegatronConfig(recompute_granularity="full"),
         batching=BatchingConfig(ppo_micro_batch_size_per_gpu=5),
         temperature=TEMPERATURE,
         optim=OptimConfig(lr=1e-3),
         router_replay=replay,
     )
-    return Role(spec, AutoConfig.from_pretrained(folder), registry.of(spec.megatron.layout(1)))
+    config, groups = AutoConfig.from_pretrained(folder), registry.of(settings.megatron.layout(1))
+    return Role(settings, folder, config, groups)
 
 
 def _logprobs(role, batch) -> torch.Tensor:

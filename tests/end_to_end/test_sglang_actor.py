@@ -219,22 +219,16 @@ def _role(folder: Path, family: str, layout: dict[str, int], registry, world: in
     from transformers import AutoConfig
 
     from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
 
     megatron = MegatronConfig(**layout)
-    spec = RoleSpec(
-        name="actor",
-        head="policy",
-        folder=folder / family,
-        dtype=torch.float32,
-        megatron=megatron,
-        batching=BatchingConfig(ppo_micro_batch_size_per_gpu=5),
-        temperature=TEMPERATURE,
-    )
-    config = AutoConfig.from_pretrained(folder / family)
-    return Role(spec, config, registry.of(megatron.layout(world)))
+    batching = BatchingConfig(ppo_micro_batch_size_per_gpu=5)
+    settings = RoleConfig("actor", batching, megatron, "float32", temperature=TEMPERATURE)
+    source = folder / family
+    config = AutoConfig.from_pretrained(source)
+    return Role(settings, source, config, registry.of(megatron.layout(world)))
 
 
 def _run(rank: int, folder: Path, ranks: str, address: str) -> None:

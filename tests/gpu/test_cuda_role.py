@@ -25,9 +25,9 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
     from mppo.config.sections.megatron import MegatronConfig
+    from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.role_spec import RoleSpec
     from mppo.models.streamed_forward import forward
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
@@ -44,8 +44,10 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     dist.init_process_group(device.backend(), store, rank=0, world_size=1)
     try:
         megatron = MegatronConfig()
-        spec = RoleSpec("actor", "policy", tmp_path / "model", dtype, megatron, BatchingConfig())
-        role = Role(spec, config, GroupRegistry().of(megatron.layout(1)))
+        name = str(dtype).removeprefix("torch.")
+        settings = RoleConfig("actor", BatchingConfig(), megatron, name)
+        groups = GroupRegistry().of(megatron.layout(1))
+        role = Role(settings, tmp_path / "model", config, groups)
         ids = torch.randint(0, 101, (3, 17)).tolist()
         batch = pack_episodes(
             [

@@ -9,7 +9,7 @@ import pytest
 from mppo.config.checks import check_recipe, load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
-from mppo.config.rules.rule import RULES, roles_in_use, world_size_of
+from mppo.config.rules.rule import RULES, world_size_of
 from mppo.parallel.layout import Layout
 from mppo.planning.describe import describe_plan
 from mppo.planning.memory import (
@@ -90,7 +90,7 @@ def test_the_critic_has_its_own_model():
 
 def test_a_reference_without_layout_uses_the_actors():
     expected = recipe("algorithm.use_kl_in_reward=true", f"actor.megatron.{TP}=2")
-    roles = {role.name: role for role in roles_in_use(expected)}
+    roles = {role.name: role for role in expected.roles()}
     assert roles["ref"].megatron is expected.actor.megatron
     issues = check_recipe(expected, 3, models(DENSE))
     assert keys(issues) == ["actor.megatron"], "told once, not once per role"
@@ -201,7 +201,7 @@ def test_experts_are_divided_over_their_ranks():
 
 
 def test_memory_of_weights_gradients_and_optimizer():
-    role = roles_in_use(recipe())[0]
+    role = recipe().roles()[0]
     layout, count = Layout(world=4), ParameterCount(1000, 0)
     memory = role_memory(role, layout, count, "bfloat16")
     assert (memory.weights, memory.gradients, memory.optimizer) == (2000, 4000, 12 * 250)
@@ -222,14 +222,14 @@ def test_a_reward_model_has_one_output_and_a_type_of_its_own():
 
 
 def test_a_frozen_role_keeps_weights_only():
-    frozen = roles_in_use(recipe("algorithm.use_kl_in_reward=true"))[-1]
+    frozen = recipe("algorithm.use_kl_in_reward=true").roles()[-1]
     memory = role_memory(frozen, Layout(world=1), ParameterCount(1000, 0), "bfloat16")
     assert (memory.gradients, memory.optimizer, memory.building) == (0, 0, 2000)
 
 
 def test_the_weights_exist_twice_while_a_role_is_built():
     """Weights 2, copied, and gradients 4 bytes; or weights, gradients and optimizer 12 / dp."""
-    role, count = roles_in_use(recipe())[0], ParameterCount(1000, 0)
+    role, count = recipe().roles()[0], ParameterCount(1000, 0)
     peaks = [role_memory(role, Layout(world=n), count, "bfloat16").building for n in (4, 16)]
     assert peaks == [6000 + 12 * 250, 8000]
     experts = ParameterCount(1000, 3000)

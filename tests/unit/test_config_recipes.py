@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from mppo.config.checks import load_checked
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 from mppo.hub.builtin import resolve_model
 from mppo.planning.describe import describe_plan
 from mppo.planning.plan import plan_roles
@@ -53,7 +53,7 @@ def read_config(tmp_path_factory):
 
 def configs(recipe, read_config):
     """Config objects by role."""
-    return {role.name: read_config(role.path) for role in roles_in_use(recipe)}
+    return {role.name: read_config(role.path) for role in recipe.roles()}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

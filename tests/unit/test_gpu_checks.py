@@ -14,7 +14,6 @@ import torch
 from launched_run import LaunchedRun
 
 from mppo.config.checks import load_checked
-from mppo.config.rules.rule import roles_in_use
 from mppo.hub.builtin import read_model_config
 from mppo.planning.plan import plan_roles
 
@@ -160,7 +159,7 @@ def test_the_training_runs_are_valid_and_fit_eight_gpus(name, tmp_path):
     config = reduced_config(name, tmp_path)
     keys = training_keys(name, tmp_path)
     recipe = load_checked(recipe_of(name), keys, GPUS, lambda path, *rest: config, files=False)
-    configs = {role.name: config for role in roles_in_use(recipe)}
+    configs = {role.name: config for role in recipe.roles()}
     plans = plan_roles(recipe, GPUS, configs)
     held = sum(max(m.weights + m.gradients + m.optimizer for m in plan.memory) for plan in plans)
     assert 10 * GIB < held < 60 * GIB

@@ -10,7 +10,6 @@ from transformers import PretrainedConfig
 
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.models.configuration import fields_set, transformer_config
@@ -43,7 +42,7 @@ def build(hf_config, **overrides):
 
 
 def refused(hf_config, overrides, **keys) -> set[str]:
-    role = roles_in_use(load_recipe(None, ["data.task=arithmetic"]))[0]
+    role = load_recipe(None, ["data.task=arithmetic"]).roles()[0]
     megatron = MegatronConfig(override_transformer_config=overrides, **keys)
     faults = override_issues(replace(role, megatron=megatron), hf_config)
     return {fault.key.rsplit(".", 1)[1] for fault in faults}

@@ -12,7 +12,7 @@ from test_config_checks import DENSE, models, recipe
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import GIB, GPU_TYPES, GpuType
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.parallel.host_memory import cgroup_limit
@@ -48,7 +48,7 @@ def plans_of(path: Path, *overrides: str):
         return read_model_config(resolve_model(path) if builtin else CONFIGS / Path(path).name)
 
     found = load_checked(path, list(overrides), None, read, files=False)
-    configs = {role.name: read(role.path) for role in roles_in_use(found)}
+    configs = {role.name: read(role.path) for role in found.roles()}
     return found, plan_roles(found, world_size_of(found), configs)
 
 

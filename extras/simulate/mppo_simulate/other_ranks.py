@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.config.rules.rule import RoleCase
+from mppo.config.sections.role_config import RoleConfig
 from mppo.models import role_weights
 from mppo.models.attention import core
 from mppo.parallel.collectives import all_gather_objects
@@ -55,7 +55,7 @@ class EmptyFolder(HFFolder):
 
 
 def install(
-    cases: Mapping[str, tuple[RoleCase, Any]],
+    cases: Mapping[str, tuple[RoleConfig, Any]],
     world_size: int,
     counters: Counters,
     recorder: RankRecorder,
@@ -91,7 +91,7 @@ def install(
     norm_kernel.install(counters, recorder)
 
 
-def stage_holdings(case: RoleCase, hf_config: Any, world_size: int) -> list[list[tuple]]:
+def stage_holdings(case: RoleConfig, hf_config: Any, world_size: int) -> list[list[tuple]]:
     """List the parameters of each pipeline stage, in the form that ``WeightStream`` exchanges."""
     table = parameter_table(model_shape(hf_config))
     layout: Layout = case.megatron.layout(world_size)

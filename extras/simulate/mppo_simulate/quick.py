@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mppo.config.rules.rule import RoleCase, roles_in_use
 from mppo.config.schema import Recipe
+from mppo.config.sections.role_config import RoleConfig
 from mppo.planning.memory import role_stage_layers
 from mppo.weights.shape import model_shape
 from mppo_simulate.case import RankCase
@@ -61,7 +61,7 @@ def quick_result(case: RankCase, run: Callable[[RankCase], RankResult]) -> RankR
 def chunk_depths(case: RankCase) -> Depths | None:
     """Choose the depths of the two runs; None if the rank's chunks are not deeper than those."""
     full, between = {}, 2
-    for role in roles_in_use(case.recipe):
+    for role in case.recipe.roles():
         shape = model_shape(case.hf_configs[role.name])
         layout = role.megatron.layout(case.world_size)
         owned = role_stage_layers(role, shape.num_layers, case.world_size)
@@ -79,14 +79,14 @@ def chunk_depths(case: RankCase) -> Depths | None:
 
 def fewest_layers(case: RankCase) -> int:
     """The fewest layers per pipeline chunk among which is every kind of layer, at least two."""
-    shapes = [model_shape(case.hf_configs[role.name]) for role in roles_in_use(case.recipe)]
+    shapes = [model_shape(case.hf_configs[role.name]) for role in case.recipe.roles()]
     dense = max(s.sparse_layers.index(True) if any(s.sparse_layers) else 0 for s in shapes)
     period = _longest_period(case)
     return max(2, period * math.ceil((dense + 1) / period))
 
 
 def _longest_period(case: RankCase) -> int:
-    return max(_period(case.hf_configs[role.name]) for role in roles_in_use(case.recipe))
+    return max(_period(case.hf_configs[role.name]) for role in case.recipe.roles())
 
 
 def _period(hf_config: Any) -> int:
@@ -98,7 +98,7 @@ def _period(hf_config: Any) -> int:
 def with_layers(case: RankCase, layers: int) -> RankCase:
     """Return the case with ``layers`` layers in every pipeline chunk of every role."""
     configs, recipe = {}, case.recipe
-    for role in roles_in_use(case.recipe):
+    for role in case.recipe.roles():
         layout = role.megatron.layout(case.world_size)
         config = copy.deepcopy(case.hf_configs[role.name])
         config.num_hidden_layers = layers * layout.pp * layout.vpp
@@ -126,7 +126,7 @@ def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
     """Return the recipe with one mini-batch that is just large enough to fill every pipeline."""
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     multiple, least = recipe.rollout.n, 1
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         layout = role.megatron.layout(world_size)
         # at least two, to distinguish events per micro-batch from events per mini-batch
         passes = max(2, layout.pp * (2 if layout.vpp > 1 else 1) + (layout.pp > 1))
@@ -149,9 +149,9 @@ def reduced_batch(recipe: Recipe, world_size: int) -> Recipe:
     return recipe.model_copy(update={**sections, "data": data})
 
 
-def _micro_batch_sizes(role: RoleCase, cp: int, longest: int) -> set[int]:
+def _micro_batch_sizes(role: RoleConfig, cp: int, longest: int) -> set[int]:
     """Numbers of sequences per micro-batch, in training and in forward-only passes."""
-    b = role.section
+    b = role.batching
     if b.use_dynamic_bsz:
         budgets = (b.token_budget, b.log_prob_max_token_len_per_gpu)
         return {max(1, budget * cp // longest) for budget in budgets if budget}

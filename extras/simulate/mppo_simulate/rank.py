@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mppo.config.rules.rule import roles_in_use
 from mppo.planning.residency import REWARD
 from mppo.planning.verdict import CHECKPOINT
 from mppo.supervision.phase import current, phase
@@ -189,9 +188,7 @@ class _Simulation:
         self.case, self.ledger, self.counters, self.recorder = case, ledger, counters, recorder
         device.prepare_megatron()
         device.pinned_memory = self._pinned_memory
-        roles = {
-            role.name: (role, case.hf_configs[role.name]) for role in roles_in_use(case.recipe)
-        }
+        roles = {role.name: (role, case.hf_configs[role.name]) for role in case.recipe.roles()}
         other_ranks.install(roles, case.world_size, counters, recorder, case.uneven)
         self.resident: Counter[str] = Counter()
         self.complete: Counter[str] = Counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from mppo.config.gpu_types import GIB
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo_simulate.gpu.counters import Collective
 from mppo_simulate.rank import PhaseResult, RankResult
@@ -20,7 +19,7 @@ def describe_rank(result: RankResult, recipe: Recipe, world_size: int) -> str:
     """Describe one rank: memory by phase and purpose, operations, waits, communication."""
     places = ", ".join(
         f"{role.name} {role.megatron.layout(world_size).describe()} pp{at.pp} tp{at.tp} dp{at.dp}"
-        for role in roles_in_use(recipe)
+        for role in recipe.roles()
         if (at := result.coordinates[role.name])
     )
     parts = [

@@ -6,7 +6,6 @@ import sys
 from functools import partial
 
 from mppo.config.gpu_types import GpuType
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
@@ -37,7 +36,7 @@ def simulate_run(
     Raises:
         SystemExit: the simulated code failed; code 1.
     """
-    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    hf_configs = {role.name: configs.read(role.path) for role in recipe.roles()}
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     fit, all_fit = plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu), True
     import_simulated_code()
@@ -62,7 +61,7 @@ def ranks_to_simulate(recipe: Recipe, world_size: int, options: Options) -> list
     """List the selected rank, or the first rank of every stage of the longest pipeline."""
     if not options.all_stages:
         return [options.rank]
-    layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
+    layouts = [role.megatron.layout(world_size) for role in recipe.roles()]
     deepest = max(layouts, key=lambda layout: layout.pp)
     first: dict[int, int] = {}
     for rank in range(world_size):

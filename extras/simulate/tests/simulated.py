@@ -36,7 +36,7 @@ from simulated_resume import saved_and_loaded
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import find_gpu
-from mppo.config.rules.rule import roles_in_use, world_size_of
+from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import NOTHING, plan_fit, planned_gpu
 from mppo.planning.peaks import RankUse
@@ -128,7 +128,7 @@ def verdicts(case: RankCase, result: RankResult) -> dict[str, dict[str, Any]]:
 
 def stage_case(case: RankCase, last: bool) -> RankCase:
     """The same recipe on the first rank of the longest pipeline's first or last stage."""
-    layouts = [role.megatron.layout(case.world_size) for role in roles_in_use(case.recipe)]
+    layouts = [role.megatron.layout(case.world_size) for role in case.recipe.roles()]
     layout = max(layouts, key=lambda layout: layout.pp)
     stage, ranks = layout.pp - 1 if last else 0, range(case.world_size)
     return replace(case, rank=next(r for r in ranks if layout.coordinates(r).pp == stage))
@@ -159,7 +159,7 @@ def loaded(path: str, *overrides: str) -> RankCase:
     """A recipe's first rank, one step."""
     configs = ModelConfigs(ROOT / path)
     recipe = load_checked(ROOT / path, overrides, None, configs.read, files=False)
-    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    hf_configs = {role.name: configs.read(role.path) for role in recipe.roles()}
     gpu, world = planned_gpu(recipe), world_size_of(recipe)
     return RankCase(recipe, hf_configs, world, 0, 1, gpu, transformer_engine=bool(TE_FOLDER))
 

@@ -26,7 +26,6 @@ from mppo_simulate.timeline import write_memory_trace
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import GIB, GPU_TYPES, find_gpu
-from mppo.config.rules.rule import roles_in_use
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.outside import ENGINE_GRAPHS, colocated_engine
 from mppo.planning.verdict import Verdict, judge
@@ -39,7 +38,7 @@ def case_of(name: str, rank: int = 0, *overrides: str) -> RankCase:
     path = ROOT / "recipes" / f"{name}.yaml"
     configs = ModelConfigs(path)
     recipe = load_checked(path, overrides, None, configs.read, files=False)
-    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    hf_configs = {role.name: configs.read(role.path) for role in recipe.roles()}
     world = recipe.trainer.nnodes * recipe.trainer.n_gpus_per_node
     return RankCase(recipe, hf_configs, world, rank, 1, GPU_TYPES["h100-80gb"])
 
@@ -168,7 +167,7 @@ def test_depths_hold_every_kind_of_layer(recipe, rank, first, second, wanted):
         return
     assert (depths.first, depths.second, depths.full["actor"]) == (first, second, wanted)
     shallow = with_layers(case, first)
-    layout = roles_in_use(case.recipe)[0].megatron.layout(case.world_size)
+    layout = case.recipe.roles()[0].megatron.layout(case.world_size)
     assert shallow.hf_configs["actor"].num_hidden_layers == first * layout.pp
     assert case.hf_configs["actor"].num_hidden_layers > first * layout.pp  # untouched
 

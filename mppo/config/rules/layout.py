@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from math import lcm
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.rules.rule import RoleCase, RuleContext, rule
+from mppo.config.rules.rule import RuleContext, rule
 from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.role_config import RoleConfig
 
 MODEL_KEYS = ("model", "critic.path", "ref.path", "reward_model.path")
 """Keys that decide a role's model."""
@@ -18,7 +19,7 @@ def divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-def _layout_issue(role: RoleCase, name: str, value: object, why: str, fix: str) -> ConfigIssue:
+def _layout_issue(role: RoleConfig, name: str, value: object, why: str, fix: str) -> ConfigIssue:
     """An issue of a key of a role's layout; it names the key of the role's own model."""
     if role.path_key != "model.path":
         why = f"{why} ({role.path_key})"
@@ -339,7 +340,7 @@ def allgather_meets_equal_token_counts(context: RuleContext) -> Iterator[ConfigI
 def router_replay_has_routers_and_a_record(context: RuleContext) -> Iterator[ConfigIssue]:
     """Replay needs a mixture of experts; R3 also needs an engine that returns its experts."""
     for role in context.roles:
-        replay, shape = getattr(role.section, "router_replay", "off"), context.shapes.get(role.name)
+        replay, shape = role.router_replay, context.shapes.get(role.name)
         key = f"{role.name}.router_replay"
         if replay != "off" and shape is not None and not shape.num_experts:
             yield ConfigIssue(
@@ -354,7 +355,7 @@ def router_replay_has_routers_and_a_record(context: RuleContext) -> Iterator[Con
 def replayed_choices_are_not_dropped(context: RuleContext) -> Iterator[ConfigIssue]:
     """A capacity would drop replayed choices, according to the current routing weights."""
     for role in context.roles:
-        replay = getattr(role.section, "router_replay", "off")
+        replay = role.router_replay
         capacity = role.megatron.moe_expert_capacity_factor
         if replay != "off" and capacity is not None:
             yield ConfigIssue(

@@ -14,48 +14,8 @@ from typing import Any
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.schema import Recipe
-from mppo.config.sections.megatron import MegatronConfig
-from mppo.config.sections.roles import BatchingConfig
+from mppo.config.sections.role_config import RoleConfig
 from mppo.weights.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class RoleCase:
-    """A role of the run, with its model and layout.
-
-    Args:
-        name: ``actor``, ``critic``, ``ref`` or ``reward_model``.
-        section: its limits of micro-batches; of a trained role its section of the recipe.
-        megatron: its layout; the actor's where ``ref.megatron`` is null.
-        key: dotted key of that layout.
-        path: path of its model.
-        path_key: dotted key of that path.
-        dtype: type of its parameters.
-    """
-
-    name: str
-    section: BatchingConfig
-    megatron: MegatronConfig
-    key: str
-    path: str
-    path_key: str
-    dtype: str
-
-    @property
-    def trained(self) -> bool:
-        """Whether the role has an optimizer."""
-        return self.name in ("actor", "critic")
-
-    @property
-    def end_slots(self) -> int:
-        """Tokens that its passes add to every sequence: a reward model's score belongs to the slot
-        after the last token."""
-        return int(self.name == "reward_model")
-
-    @property
-    def has_value_head(self) -> bool:
-        """Whether the model ends in one number per token, and not in a vocabulary projection."""
-        return self.name in ("critic", "reward_model")
 
 
 @dataclass(frozen=True)
@@ -81,9 +41,9 @@ class RuleContext:
     ranks_per_node: int | None = None
 
     @cached_property
-    def roles(self) -> tuple[RoleCase, ...]:
+    def roles(self) -> tuple[RoleConfig, ...]:
         """The roles that this recipe builds."""
-        return roles_in_use(self.recipe)
+        return self.recipe.roles()
 
 
 Rule = Callable[[RuleContext], Iterator[ConfigIssue]]
@@ -107,29 +67,7 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
 
 def has_interleaved_role(recipe: Recipe) -> bool:
     """Whether a role has several model chunks on a pipeline stage."""
-    return any(role.megatron.virtual_pipeline_model_parallel_size for role in roles_in_use(recipe))
-
-
-def roles_in_use(recipe: Recipe) -> tuple[RoleCase, ...]:
-    """The actor, then critic, reference and reward model if the recipe needs them."""
-    actor, critic, ref, dtype = recipe.actor, recipe.critic, recipe.ref, recipe.model.dtype
-    shared = (recipe.model.path, "model.path")
-    roles = [RoleCase("actor", actor, actor.megatron, "actor.megatron", *shared, dtype)]
-    if recipe.algorithm.uses_critic:
-        model = (critic.path, "critic.path") if critic.path else shared
-        roles.append(RoleCase("critic", critic, critic.megatron, "critic.megatron", *model, dtype))
-    if recipe.uses_reference:
-        model = (ref.path, "ref.path") if ref.path else shared
-        key = "ref.megatron" if ref.megatron else "actor.megatron"
-        layout = ref.megatron or actor.megatron
-        roles.append(RoleCase("ref", ref.batching(actor), layout, key, *model, dtype))
-    reward = recipe.reward_model
-    if reward.in_use:
-        assert reward.path is not None
-        model, key = (reward.path, "reward_model.path"), "reward_model.megatron"
-        own = reward.dtype or dtype
-        roles.append(RoleCase("reward_model", reward.batching, reward.megatron, key, *model, own))
-    return tuple(roles)
+    return any(role.megatron.virtual_pipeline_model_parallel_size for role in recipe.roles())
 
 
 def world_size_of(recipe: Recipe) -> int:
@@ -138,7 +76,7 @@ def world_size_of(recipe: Recipe) -> int:
     if trainer.n_gpus_per_node:
         return (trainer.nnodes or 1) * trainer.n_gpus_per_node
     needs = [1]
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         m = role.megatron
         pp = m.pipeline_model_parallel_size
         needs.append(m.tensor_model_parallel_size * pp * m.context_parallel_size)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Head = Literal["policy", "value"]
-"""The head of a model: a vocabulary projection, or one number per token."""
+from mppo.config.sections.role_config import Head
 
 
 @dataclass(frozen=True)

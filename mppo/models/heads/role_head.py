@@ -9,11 +9,12 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.outputs import HeadOutputs, unstack_outputs
 from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch
-from mppo.models.role_spec import PassInputs, RoleSpec
+from mppo.models.mini_batch import PassInputs
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage
 from mppo.parallel import device
@@ -27,13 +28,15 @@ class RoleHead:
 
     Args:
         chunk: this rank's last chunk.
-        spec: the role's specification.
+        role: the role's settings.
         groups: the layout's process groups.
         vocab_size: size of the vocabulary without padding.
     """
 
-    def __init__(self, chunk: Stage, spec: RoleSpec, groups: LayoutGroups, vocab_size: int) -> None:
-        self._chunk, self._spec, self._groups = chunk, spec, groups
+    def __init__(
+        self, chunk: Stage, role: RoleConfig, groups: LayoutGroups, vocab_size: int
+    ) -> None:
+        self._chunk, self._role, self._groups = chunk, role, groups
         self._sequence_parallel = chunk.config.sequence_parallel
         self._vocab_size = vocab_size
         self._reference: Projection | None = None
@@ -49,7 +52,7 @@ class RoleHead:
             batch: the batch it was cut from.
             inputs: inputs of the pass besides the tokens.
         """
-        if self._spec.head == "value":
+        if self._role.head == "value":
             values = self._chunk.value_head(hidden[:, 0])
             values = gather_values(values, self._sequence_parallel)
             outputs_N = [self._select(values, microbatch)]
@@ -118,9 +121,9 @@ class RoleHead:
             start=self._groups.coordinates.tp * rows,
             size=self._vocab_size,
             group=self._groups.tp if tp > 1 else None,
-            temperature=self._spec.temperature,
+            temperature=self._role.temperature,
             softcap=softcap,
-            chunk=self._spec.batching.head_chunk_tokens,
+            chunk=self._role.batching.head_chunk_tokens,
         )
 
     def _select(self, rows_t: Tensor, microbatch: MicroBatch) -> Tensor:
@@ -140,4 +143,4 @@ class RoleHead:
         rows_kT = torch.stack([microbatch.scatter(x_N) for x_N in outputs_N])
         if self._groups.layout.cp > 1 and microbatch.num_tokens:
             rows_kT = reduce_from_tensor_model_parallel_region(rows_kT, self._groups.cp)
-        return unstack_outputs(self._spec.head, rows_kT)
+        return unstack_outputs(self._role.head, rows_kT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from mppo.algos.packing import sequence_token_indices
 from mppo.batch.batch import Sequences, unknown_expert
 from mppo.batch.gathers import sequence_digests
 from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.role_config import Replay
 from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.construction import routers
 from mppo.models.moe.micro_routing import MicroRouting
@@ -35,8 +36,6 @@ from mppo.parallel.device import copied
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.safety.input_error import InputError
-
-Replay = Literal["off", "R2", "R3"]
 
 
 class RoleRouting:

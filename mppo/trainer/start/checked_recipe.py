@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigIssue
-from mppo.config.rules.rule import RoleCase
 from mppo.config.schema import Recipe
+from mppo.config.sections.role_config import RoleConfig
 from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
@@ -69,7 +69,7 @@ def _read_config(path: str | Path, trust_remote_code: bool = False):
     return load_config(path, trust_remote_code)
 
 
-def _check_role(role: RoleCase, config, planned: bool) -> Iterator[ConfigIssue]:
+def _check_role(role: RoleConfig, config, planned: bool) -> Iterator[ConfigIssue]:
     from mppo.hub.check_weights import check_weights
     from mppo.models.overrides import override_issues
 

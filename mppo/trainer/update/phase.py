@@ -14,9 +14,9 @@ from mppo.batch.outputs import Experience
 from mppo.batch.selection import Indices
 from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
 from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
-from mppo.models.role_spec import TOKENS_ONLY, PassInputs
 from mppo.parallel import device
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.microbatches import MicroBatchPlan

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mppo.batch.batch import Batch
+from mppo.models.mini_batch import TOKENS_ONLY, MiniBatch, Objective, PassInputs
 from mppo.models.role import Role
-from mppo.models.role_spec import TOKENS_ONLY, MiniBatch, Objective, PassInputs
 from mppo.models.streamed_role import forward_backward
 from mppo.parallel import device
 from mppo.pipeline.microbatches import MicroBatchPlan

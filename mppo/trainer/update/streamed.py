@@ -173,7 +173,7 @@ def _schedule(
     costs = [_pass_cost(update, planned[update.role.name], batch) for update in updates]
     work = []
     for update, cost in zip(updates, costs, strict=True):
-        name, recomputed = update.role.name, update.role.spec.megatron.recompute_granularity
+        name, recomputed = update.role.name, update.role.settings.megatron.recompute_granularity
         # one digit: a finer cost seldom changes the schedule, and equal arguments hit the cache
         forward = round(cost / costs[-1], 1) or 0.1
         backward = (3 if recomputed == "full" else 2) * forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
 
@@ -17,7 +16,7 @@ def representative_ranks(recipe: Recipe, world_size: int) -> list[int]:
     reports.
     """
     found: set[int] = set()
-    for role in roles_in_use(recipe):
+    for role in recipe.roles():
         found.update(_of_layout(role.megatron.layout(world_size)))
     return sorted(found)
 

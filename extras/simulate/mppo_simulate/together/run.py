@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mppo.config.gpu_types import GpuType
-from mppo.config.rules.rule import roles_in_use
 from mppo.config.schema import Recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import QUEUES_INTERLEAVED
@@ -40,7 +39,7 @@ def simulate_all(
     Raises:
         SystemExit: the simulated code failed; code 1.
     """
-    hf_configs = {role.name: configs.read(role.path) for role in roles_in_use(recipe)}
+    hf_configs = {role.name: configs.read(role.path) for role in recipe.roles()}
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     fit = plan_fit(recipe, plan_roles(recipe, world_size, hf_configs), gpu)
     per_node = recipe.trainer.n_gpus_per_node or 8
@@ -101,7 +100,7 @@ def rules_of(recipe: Recipe, world_size: int) -> list[Rules]:
     interleaving there are 32 queues, and hardly any schedule bears a wait for the whole device in
     every pass (``mppo.pipeline.schedule``).
     """
-    layouts = [role.megatron.layout(world_size) for role in roles_in_use(recipe)]
+    layouts = [role.megatron.layout(world_size) for role in recipe.roles()]
     interleaved = any(layout.vpp > 1 for layout in layouts)
     queues = (QUEUES_INTERLEAVED,) if interleaved else (1, 8, 32)
     waits = ("nothing", "stream") if interleaved else ("nothing", "stream", "device")

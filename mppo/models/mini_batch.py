@@ -1,21 +1,15 @@
-"""The specification of a role, and the inputs of its passes."""
+"""The inputs of a role's passes, and a mini-batch with its objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.config.sections.megatron import MegatronConfig
-from mppo.config.sections.optimizer import OptimConfig
-from mppo.config.sections.roles import BatchingConfig, CriticConfig, ValueHeadInit
-from mppo.models.heads.outputs import Head, HeadOutputs
+from mppo.models.heads.outputs import HeadOutputs
 from mppo.models.microbatch import MicroBatch
-from mppo.models.moe.routing import Replay
 from mppo.pipeline.microbatches import MicroBatchPlan
 
 
@@ -32,41 +26,6 @@ class Objective(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map a micro-batch's outputs and sequence indices to summed loss and statistics."""
         ...
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """How to build a role.
-
-    Args:
-        name: "actor", "critic", "ref" or "reward".
-        head: the kind of output head.
-        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-        dtype: dtype of the parameters.
-        megatron: the role's ``megatron`` section of the recipe.
-        batching: micro-batch limits and head chunk.
-        temperature: log-probabilities are those of softmax(logits / temperature).
-        optim: the role's ``optim`` section of the recipe; None for a frozen role.
-        total_steps: number of PPO steps of the run.
-        router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
-        ema_decay: decay of the moving average of the weights; None: no average.
-        value_head_init: distribution of a value head that ``folder`` lacks.
-        seed: seed of that value head.
-    """
-
-    name: str
-    head: Head
-    folder: Path
-    dtype: torch.dtype
-    megatron: MegatronConfig
-    batching: BatchingConfig
-    temperature: float = 1.0
-    optim: OptimConfig | None = None
-    total_steps: int = 1
-    router_replay: Replay = "off"
-    ema_decay: float | None = None
-    value_head_init: ValueHeadInit = CriticConfig().value_head_init
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""What a recipe says of one role, for rules, planning and building alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mppo.config.sections.megatron import MegatronConfig
+from mppo.config.sections.optimizer import OptimConfig
+from mppo.config.sections.roles import BatchingConfig, ValueHeadInit
+
+Head = Literal["policy", "value"]
+"""A vocabulary projection, or one number per token."""
+Replay = Literal["off", "R2", "R3"]
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """A role of a run; ``Recipe.roles`` has all of them.
+
+    Args:
+        name: ``actor``, ``critic``, ``ref`` or ``reward_model``.
+        batching: its limits of micro-batches and its head chunk; of a trained role its section of
+            the recipe.
+        megatron: its layout; the actor's where ``ref.megatron`` is null.
+        dtype: type of its parameters.
+        key: dotted key of the layout.
+        path: path of its model.
+        path_key: dotted key of that path.
+        temperature: log-probabilities are those of softmax(logits / temperature).
+        optim: settings of its optimizer; None for a frozen role.
+        router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
+        ema_decay: decay of the moving average of the weights; None: no average.
+        value_head_init: distribution of a value head that the model lacks.
+        seed: seed of that value head.
+    """
+
+    name: str
+    batching: BatchingConfig
+    megatron: MegatronConfig
+    dtype: str = "bfloat16"
+    key: str = "actor.megatron"
+    path: str = ""
+    path_key: str = "model.path"
+    temperature: float = 1.0
+    optim: OptimConfig | None = None
+    router_replay: Replay = "off"
+    ema_decay: float | None = None
+    value_head_init: ValueHeadInit = "inverse_hidden"
+    seed: int = 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether the role has an optimizer."""
+        return self.optim is not None
+
+    @property
+    def end_slots(self) -> int:
+        """Tokens that its passes add to every sequence: a reward model's score belongs to the slot
+        after the last token."""
+        return int(self.name == "reward_model")
+
+    @property
+    def head(self) -> Head:
+        """Whether the model ends in a vocabulary projection or in one number per token."""
+        return "value" if self.name in ("critic", "reward_model") else "policy"
