@@ -55,7 +55,7 @@ lint: $(VENV)/.test
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python tests/line_links.py
+	$(BIN)/python tests/support/line_links.py
 
 schema: $(VENV)/.mppo
 	$(BIN)/python -m mppo.config.load --json-schema > docs/recipe.schema.json
@@ -76,7 +76,7 @@ soak: $(VENV)/.mppo
 	$(BIN)/python benchmarks/soak.py
 
 recipes: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m recipe_table
+	PYTHONPATH=tests/support $(BIN)/python -m recipe_table
 
 sglang-cpu: $(VENV)/.sglang
 

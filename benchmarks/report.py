@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from record import parser, record
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from browser import NAMES, open_browser  # noqa: E402
 from recorded_update import recorded_update, schedule_of, write_timeline  # noqa: E402
 

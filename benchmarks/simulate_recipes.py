@@ -3,7 +3,8 @@
     python benchmarks/simulate_recipes.py [--recipes NAME ...] [--at-once N] [--out FILE]
 
 ``mppo-simulate RECIPE --all --quick --steps 1`` for one of those with equal ranks
-(``tests/recipe_list.py``), and for the recipes for CPUs. The exit code is 1 if something is found.
+(``tests/support/recipe_list.py``), and for the recipes for CPUs. The exit code is 1 if something is
+found.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import record
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 KINDS = ("communications:", "streams:", "waits:")
 
 

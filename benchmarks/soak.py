@@ -29,7 +29,7 @@ import psutil
 from record import parser, record
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 from launched_run import (  # noqa: E402
     metrics_logged,
     same_weights,

@@ -11,4 +11,4 @@ if ! command -v "$python" >/dev/null; then
   exit 2
 fi
 # the checks run mppo of this folder, with or without an installed one
-export PYTHONPATH=$root:$root/extras/simulate:$root/tests:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$root:$root/extras/simulate:$root/tests/support:$root/tests/distributed${PYTHONPATH:+:$PYTHONPATH}

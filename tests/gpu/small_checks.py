@@ -115,7 +115,7 @@ class Place:
 
         One rank has its GPU for itself, and NCCL as on a cluster.
         """
-        paths = [str(ROOT / part) for part in ("", "tests", "tests/distributed")]
+        paths = [str(ROOT / part) for part in ("", "tests/support", "tests/distributed")]
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         found = {
             "MPPO_DEVICE": device or self.device,

@@ -56,5 +56,5 @@ def _own_copy(folder: Path, name: str) -> Path:
 
 def fresh_python(folder: Path) -> dict[str, str]:
     """Variables with which commands of a page use a new interpreter with its changed code."""
-    path = [folder, folder / "tests", ROOT / "tests", ROOT / "tests/distributed"]
+    path = [folder, folder / "tests/support", ROOT / "tests/support", ROOT / "tests/distributed"]
     return {"PAGE_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(map(str, path))}

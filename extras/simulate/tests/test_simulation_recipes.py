@@ -110,7 +110,7 @@ def simulated_with_te() -> dict[str, dict[str, Any]]:
 
 def run_cases(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
     """The summaries of these cases of ``simulated.py``, by name."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE.parent}"}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}:{HERE.parent}"}
     chosen = ("MPPO_DEVICE", "NVTE_")  # Megatron sets NVTE_* in a process that built a model
     environment = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
     environment |= variables | ours

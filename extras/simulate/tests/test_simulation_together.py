@@ -119,7 +119,10 @@ PROGRAMS = ("two roles", "one role", "interleaved", "mixture")
 def planted() -> dict[str, dict[str, Any]]:
     """What is found among the ranks of small programs, without a mistake and with each."""
     environment = {k: v for k, v in os.environ.items() if k != "MPPO_DEVICE"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE.parent}"}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}:{HERE.parent}",
+    }
     program = str(HERE / "planted.py")
     found = subprocess.run(
         [sys.executable, "-W", "ignore", program, *PROGRAMS, *FOUND],

@@ -21,7 +21,7 @@ from mppo.config.presets import apply_preset
 from mppo.data.__main__ import main as prepare
 from mppo.hub.builtin import BOS, EOS, PAD, VOCAB, byte_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import world_size_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL = ("tiny_", "demo", "smollm2")
 """How the names of the recipes for CPUs begin."""

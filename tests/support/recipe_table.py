@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recipe_list import CPU_RECIPES, GPU_RECIPES, LABELS, header_of, simulated_recipes
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BEGIN, END = "<!-- recipes: printed by make recipes -->\n", "<!-- end of recipes -->\n"
 STATE = """
 | recipe | fits 80 GB | simulated | its twin | run |

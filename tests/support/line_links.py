@@ -1,6 +1,6 @@
 """Links of the documentation to lines of code, such as ``[`train`](../mppo/trainer/loop.py#L36)``.
 
-    python tests/line_links.py      # writes the right line numbers
+    python tests/support/line_links.py      # writes the right line numbers
 
 ``Class.method`` names a method. The line is that of ``def`` or ``class``.
 """
@@ -11,7 +11,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?P<path>[\w./]+\.py)#L(?P<line>\d+)\)")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from ranks import start_ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORLD = 2
 
 

@@ -20,7 +20,7 @@ import torch
 from ranks import begin_ranks
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "mppo/train.py")
 QUIET = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 NOT_COMPARED = ("timing", "perf/", "eps")

@@ -1,4 +1,4 @@
-"""A reward server that fails: ``python tests/faulty_reward_server.py`` prints its port.
+"""A reward server that fails: ``python tests/support/faulty_reward_server.py`` prints its port.
 
 It speaks every format of ``reward.format``. ``POST /FORMAT?faults=N`` gets N faulty answers among
 the right ones; no item is in more than ``MOST_PER_ITEM`` of them. ``GET /counts`` returns the
