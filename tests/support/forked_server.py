@@ -4,7 +4,7 @@ An SGLang server computes for seven seconds before it reads its options: it impo
 another server for every model fork them from one process that made the imports. Guard, options,
 environment and log are as in ``server_process``, whose own start other tests check.
 
-``python tests/support/forked_server.py SOCKET PID`` is that process; it ends with the process ``PID``.
+``python forked_server.py SOCKET PID`` is that process; it ends with the process ``PID``.
 """
 
 from __future__ import annotations

@@ -64,10 +64,11 @@ def write_files(root: Path) -> dict[str, Path]:
 
 
 def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
-    """Run the entry point; the message of its refusal."""
+    """Run the entry point with a recipe and settings ``section.key=value ...``; its refusal."""
+    given = [part.replace(" ", "") for part in re.split(r" (?=\w+\.)", settings) if part]
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    code = main(["--config", str(path), *options, *settings.split()])
+    code = main(["--config", str(path), *options, *given])
     shown = capsys.readouterr()
     assert code == 2, shown.err
     assert "Traceback" not in shown.err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_config_bad_input import GOOD, assert_one_fault, refusal
+from bad_recipe import GOOD, assert_one_fault, refusal
 from test_config_checks import DENSE, PP
 from transformers import LlamaConfig
 
@@ -139,7 +139,7 @@ def test_a_dry_run_shows_the_budgets_with_which_a_run_starts():
     line = _schedule_lines([*fixed, AUTO], actor=actor, critic=critic)[-1]
     assert line == (
         "tokens per GPU of a micro-batch, for passes of equal cost: "
-        "actor 4,096, critic 11,702 (auto)"
+        "actor 4,096, critic 11,569 (auto)"
     )
     plans = plan_roles(recipe, 2, {"actor": actor, "critic": critic})
     assert [plan.micro_batch_tokens for plan in plans] == [4096, 11264]

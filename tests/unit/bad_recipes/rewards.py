@@ -1,16 +1,56 @@
-"""Bad recipes with a reward server: each gives one clear message and exit code 2."""
+"""Mistakes in reward models, and in servers that give rewards."""
 
 from __future__ import annotations
 
-import pytest
-from bad_recipe import GOOD, assert_one_fault, refusal
-
+REWARDED = "reward_model.path=builtin:tiny-reward"
 SERVER = "reward.name=remote reward.url=http://h/x"
 SANDBOX = f"{SERVER} reward.format=sandbox_fusion"
 JUDGE = f"{SERVER} reward.format=judge reward.kwargs.model=m reward.kwargs.template='{{response}}'"
 
-# one setting too many: name, override, key, message
-SETTINGS = [
+REWARD_MODELS = [
+    ("a reward model without a model", "reward_model.enable=true", "reward_model.path",
+     "reward_model.enable = true needs it"),
+    ("a key of no reward model", "reward_model.clip=5", "reward_model.clip",
+     "no effect without reward_model.path"),
+    ("a normalisation of no reward model", "reward_model.normalize.mode=measured",
+     "reward_model.normalize", "no effect without reward_model.path"),
+    ("a weight of the only score", "reward.weight=0.5", "reward.weight",
+     "no effect without a reward model"),
+    ("a reward model of verl that is refused", f"{REWARDED} reward_model.micro_batch_size=4",
+     "reward_model.micro_batch_size", "set reward_model.micro_batch_size_per_gpu"),
+    ("an unknown key of the reward model", f"{REWARDED} reward_model.clipp=1",
+     "reward_model.clipp", "did you mean reward_model.clip?"),
+    ("a verifier without a weight", f"{REWARDED} reward.verifier=exact", "reward.verifier",
+     "set reward.weight"),
+    ("a server without a weight",
+     f"{REWARDED} reward.name=remote reward.url=http://localhost:8000/score", "reward.name",
+     "set reward.weight"),
+    ("a weighted rule without answers", f"{REWARDED} reward.weight=1 data.task=null "
+     "data.train_files=[{file}] data.answer_key=null", "data.answer_key",
+     "compares responses with the ground truth"),
+    ("a mean that nothing reads", f"{REWARDED} reward_model.normalize.mean=1",
+     "reward_model.normalize.mean", "set the mode to given"),
+    ("a deviation of zero", f"{REWARDED} reward_model.normalize.std=0",
+     "reward_model.normalize.std", "a value > 0"),
+    ("a config without moments", f"{REWARDED} reward_model.normalize.mode=config",
+     "reward_model.normalize.mode", "config.json of the reward model has mean = None"),
+    ("a text longer than the positions", f"{REWARDED} reward_model.max_length=513",
+     "reward_model.max_length", "more than the model's 512 positions"),
+    ("a language model for a reward model", "reward_model.path=builtin:tiny",
+     "reward_model.path", "a language model without a score head"),
+    ("no such reward model", "reward_model.path=nowhere/reward", "reward_model.path",
+     "no such folder"),
+    ("a reward model of an unknown family", "reward_model.path={alien}", "reward_model.path",
+     "is not supported"),
+    ("a reward model with three labels", "reward_model.path={three_labels}", "reward_model.path",
+     "a Qwen2ForSequenceClassification with 3 labels"),
+    ("a reward model without a head", "reward_model.path={headless}", "reward_model.path",
+     "has no score head"),
+    ("a dtype the reward model cannot have", f"{REWARDED} reward_model.dtype=int8",
+     "reward_model.dtype", "choose one of: float32, bfloat16"),
+]  # fmt: skip
+
+REWARD_SERVERS = [
     ("a format without a server", "reward.format=judge", "reward.format",
      "no effect with reward.name = rule and no server"),
     ("an unknown format", f"{SERVER} reward.format=grpc", "reward.format",
@@ -79,9 +119,3 @@ SETTINGS = [
     ("a judge without words", f"{JUDGE} reward.kwargs.max_tokens=0", "reward.kwargs.max_tokens",
      "give a value >= 1"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("setting", "key", "expected"), [row[1:] for row in SETTINGS],
-                         ids=[row[0] for row in SETTINGS])  # fmt: skip
-def test_a_malformed_setting_of_a_server_is_one_issue(setting, key, expected, tmp_path, capsys):
-    assert_one_fault(refusal(tmp_path, capsys, GOOD, setting), key, expected)

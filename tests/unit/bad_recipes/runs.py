@@ -1,0 +1,75 @@
+"""Mistakes in agents, offload, validation, dumps, replays and profiles."""
+
+from __future__ import annotations
+
+AGENTS = [
+    ("an agent without a path", "rollout.agent.max_turns=3", "rollout.agent.path", "required"),
+    ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
+     "no such file no.py"),
+    ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
+     "rollout.over_sampling=0.25", "rollout.over_sampling", "state is not kept"),
+    ("conversations ahead", "rollout.agent.path=a:b rollout.name=sglang "
+     "rollout.mode=disaggregated rollout.sync=disk rollout.urls=[http://h:1] "
+     "algorithm.rollout_correction.rollout_is=token trainer.rollout_ahead=1",
+     "trainer.rollout_ahead", "turns of a conversation follow each other"),
+    ("conversations for a reward model", "rollout.agent.path=a:b "
+     "reward_model.path=builtin:tiny-reward", "reward_model.path", "not a conversation"),
+    ("tools in prompts without a template", "rollout.agent.path=a:b "
+     "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}] data.apply_chat_template=false",
+     "rollout.agent.tools", "no prompt would name"),
+    ("two tools of one name", "rollout.agent.path=a:b "
+     "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"},{\"path\":\"f:g\",\"name\":\"e\"}]",
+     "rollout.agent.tools", "two tools have one name"),
+    ("experts of an engine over turns", "rollout.agent.path=a:b model.path=builtin:tiny-moonlight "
+     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "not collected over"),
+]  # fmt: skip
+
+OFFLOAD = [
+    ("an unknown word", "actor.megatron.offload=some", "actor.megatron.offload",
+     "choose one of: auto, none; or give its keys"),
+    ("true", "actor.megatron.offload=true", "actor.megatron.offload",
+     "choose one of: auto, none; or give its keys"),
+    ("an unknown part", "critic.megatron.offload.params=true",
+     "critic.megatron.offload.params", "did you mean critic.megatron.offload.parameters?"),
+    ("a word for a part", "critic.megatron.offload.optimizer=maybe",
+     "critic.megatron.offload.optimizer", "valid boolean"),
+    ("gradients of a reference", "algorithm.use_kl_in_reward=true "
+     "ref.megatron.offload.gradients=true", "ref.megatron.offload.gradients",
+     "the reference is not trained"),
+    ("an optimizer of a reference", "algorithm.use_kl_in_reward=true "
+     "ref.megatron.offload.optimizer=true", "ref.megatron.offload.optimizer",
+     "offload.parameters moves its weights"),
+    ("an optimizer of a reward model", "reward_model.path=builtin:tiny-reward "
+     "reward_model.megatron.offload.optimizer=true", "reward_model.megatron.offload.optimizer",
+     "the reward model is not trained: it has no optimizer"),
+    ("verl's offload of a reference's optimizer", "ref.megatron.optimizer_offload=true",
+     "ref.megatron.optimizer_offload", "param_offload moves its weights"),
+    ("a hybrid optimizer that is not distributed",
+     "actor.megatron.use_distributed_optimizer=false actor.optim.cpu_offload_fraction=0.5",
+     "actor.optim.cpu_offload_fraction", "the hybrid optimizer needs the distributed one"),
+    ("more than all moments", "critic.optim.cpu_offload_fraction=1.5",
+     "critic.optim.cpu_offload_fraction", "a value <= 1"),
+    ("an offload given in two ways", "actor.megatron.param_offload=true "
+     "actor.megatron.offload.parameters=false", "actor.megatron.param_offload",
+     "also given as False"),
+]  # fmt: skip
+
+VALIDATION = [
+    ("a best of no validation", "trainer.best_metric=val/reward trainer.save_freq=5",
+     "trainer.best_metric", "set trainer.test_freq"),
+    ("a best of steps that are not validated",
+     "trainer.best_metric=-val-core/x/reward/mean trainer.save_freq=5 trainer.test_freq=10",
+     "trainer.best_metric", "to a multiple of it"),
+    ("a number for a folder", "trainer.validation_data_dir=3", "trainer.validation_data_dir",
+     "valid string"),
+]  # fmt: skip
+
+DUMPS = [
+    ("a dump that is a path", "trainer.dump_rollouts=/data", "trainer.dump_rollouts", "boolean"),
+    ("a replay of nothing", "trainer.replay=nowhere", "trainer.replay", "does not exist"),
+    ("a replay of a folder without dumps", "trainer.replay=.", "trainer.replay",
+     "holds no complete step_N"),
+    ("a profile of step 0", "trainer.profile.steps=[0]", "trainer.profile.steps.0", "a value > 0"),
+    ("a profile of a rank that is not there", "trainer.profile.steps=[1] "
+     "trainer.profile.ranks=[0,7]", "trainer.profile.ranks", "has the ranks 0 to 0"),
+]  # fmt: skip
