@@ -61,7 +61,8 @@ def fork_and_wait(call, folder: Path, output: Path, within_s: float) -> int | No
 
 
 def main() -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests / "support"), str(tests.parent)]
     replies = os.dup(1)
     os.dup2(2, 1)  # output of imports must not mix with replies
     for module in IMPORTED:

@@ -32,7 +32,7 @@ GPU, RESIDENT, BUILD, ACTIVATIONS, STREAM = 80.0, 45.0, 20.0, 30.0, 5.0
 """GiB: of a GPU; that the trainer keeps; and that its allocator holds after building the models,
 training, and sending weights."""
 KV_CACHE = 0.9 * (GPU - RESIDENT) - 15.0
-SERVER = Path(__file__).parents[1] / "ledger_server.py"
+SERVER = Path(__file__).parents[1] / "support/ledger_server.py"
 
 START = ["give back", f"start with {KV_CACHE:.1f} GiB of KV cache", "idle"]
 ALL, FOR_GENERATION = "weights kv_cache cuda_graph", "kv_cache cuda_graph"

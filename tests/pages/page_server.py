@@ -93,7 +93,8 @@ def _end_with_the_tests() -> None:
 
 
 def main() -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests / "support"), str(tests.parent)]
     sys.path.remove(str(Path(__file__).parent))
     warnings.simplefilter("ignore")
     for module in IMPORTED[sys.argv[2]]:
