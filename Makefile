@@ -67,10 +67,10 @@ docs: $(VENV)/.docs
 	@echo "open build/docs/index.html"
 
 attacks: $(VENV)/.test
-	@PYTHONPATH=tests $(BIN)/python -m attacks.document
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m attacks.document
 
 verl-flags: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m verl_flags.document
+	PYTHONPATH=tests:tests/support $(BIN)/python -m verl_flags.document
 
 soak: $(VENV)/.mppo
 	$(BIN)/python benchmarks/soak.py

@@ -33,6 +33,7 @@ from mppo.config.rules.rule import has_interleaved_role
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
 from mppo.data.source import load_prompts
+from mppo.data.token_ids import check_token_ids
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
 from mppo.hub.data_sets import fetch_data_set
@@ -205,6 +206,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         raise ConfigError(
             [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
         )
+    check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
     scorer = build_scorer(
         recipe.reward,

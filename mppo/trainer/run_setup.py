@@ -20,6 +20,7 @@ from mppo.config.schema import Recipe
 from mppo.data.documents import load_documents
 from mppo.data.loader import PromptLoader, check_batch_size
 from mppo.data.source import PromptSet, load_prompts
+from mppo.data.token_ids import check_token_ids
 from mppo.dumps.step_dump import stale_dumps
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.models.role import Role
@@ -70,7 +71,10 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
     )
     training, validation, prompts = _load_prompts(recipe, tokenizer)
-    scorer = _build_scorer(recipe, tokenizer, [*training.prompts, *validation.prompts])
+    configs = {role.name: read_config(role.path) for role in recipe.roles()}
+    everything = [*training.prompts, *validation.prompts]
+    check_token_ids(recipe, everything, configs)
+    scorer = _build_scorer(recipe, tokenizer, everything)
     agent = build_agent(recipe)
     total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
@@ -82,7 +86,6 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         if run_folder.finished:
             return None
         check_model_folders(recipe)
-    configs = {role.name: read_config(role.path) for role in recipe.roles()}
     texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
     _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
     _report_prompts(reporter, trainer.replay, training, validation)

@@ -13,6 +13,7 @@ from attacks.inputs import (
     DEEP,
     LONG,
     MODEL,
+    RUN,
     Prepare,
     a_socket,
     config,
@@ -77,6 +78,10 @@ def _evaluate_the_model(folder: Path) -> int:
     return evaluate(*MODEL, "data.max_prompt_length=32")
 
 
+def _train_the_model(folder: Path) -> int:
+    return train(*RUN, "model.path=model", f"trainer.default_local_dir={folder}/run")
+
+
 def _template(given: str, template: str, says: str) -> Attack:
     def spoil(where: Path) -> None:
         write(where / "chat_template.jinja", template)
@@ -90,6 +95,17 @@ def _tokenizer(given: str, name: str, content: str, says: str) -> Attack:
         write(where / name, content)
 
     return Attack(given, _evaluate_the_model, says, prepare=with_tokenizer(spoil), writes=MADE)
+
+
+def _more_tokens(where: Path) -> None:
+    """Tokens such as "1+" behind the model's vocabulary."""
+    file = where / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    size = len(content["model"]["vocab"])
+    for number, digit in enumerate("0123456789"):
+        content["added_tokens"].append({"id": size + number, "content": f"{digit}+", **flags})
+    write(file, json.dumps(content))
 
 
 def _stages(given: str, stages: dict[str, Any], says: str) -> Attack:
@@ -301,6 +317,10 @@ TEXTS = (
               "{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     _tokenizer("500 levels in tokenizer.json", "tokenizer.json", f'{{"x": {DEEP}}}', "levels deep"),
     _tokenizer("a list as tokenizer_config.json", "tokenizer_config.json", "[]", "not an object"),
+    Attack("a tokenizer with tokens that the model does not have", _evaluate_the_model,
+           "a prompt has the token id", prepare=with_tokenizer(_more_tokens), writes=MADE),
+    Attack("a tokenizer with tokens that the trained model does not have", _train_the_model,
+           "a prompt has the token id", prepare=with_tokenizer(_more_tokens), writes=("run/*",)),
     _stages("normalisers that multiply", {"normalizer": {"type": "Sequence", "normalizers": [
         {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 40}] * 4}}, "of one, "),
     _stages("a post-processor of 200,000 tokens", {"post_processor": {
