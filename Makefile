@@ -107,7 +107,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.mppo: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV) (once)"
-	$(PIP) -e ".[cpu]"
+	$(PIP) -e ".[cpu,agents]"
 	@touch $@
 
 $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
@@ -125,7 +125,7 @@ $(VENV)/.te: | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(EXTRAS:=/pyproject.toml) $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
-	$(PIP) -e ".[cpu,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]" \
+	$(PIP) -e ".[cpu,agents,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]" \
 	  $(addprefix -e ./,$(EXTRAS))
 	@touch $@
 

@@ -18,7 +18,7 @@ from typing import Any
 from mppo.agents.conversation import Conversation
 from mppo.rewards.workers.user_function import import_function
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+BEGIN, _END = "<tool_call>", "</tool_call>"
 _FROM_ROW = ("ground_truth", "extra_info")
 """Parameters that a tool gets from the data row."""
 
@@ -46,7 +46,7 @@ class HermesAgent:
         self._max_calls, self._max_characters = max_calls, max_characters
 
     def __call__(self, conversation: Conversation) -> list[dict[str, str]] | None:
-        calls = _calls(conversation.text)[: self._max_calls]
+        calls = call_texts(conversation.text)[: self._max_calls]
         if conversation.is_last or not calls:
             return None
         return [{"role": "tool", "content": self._run(call, conversation)} for call in calls]
@@ -85,12 +85,12 @@ class HermesAgent:
         return name, arguments
 
 
-def _calls(text: str) -> list[str]:
+def call_texts(text: str) -> list[str]:
     """What the tags of a turn's calls enclose.
 
     In one pass: a regular expression would search the end of each of many unclosed tags anew.
     """
-    found = (part.partition(_BEGIN) for part in text.split(_END)[:-1])
+    found = (part.partition(BEGIN) for part in text.split(_END)[:-1])
     return [call for _, begin, call in found if begin]
 
 

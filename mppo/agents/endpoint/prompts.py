@@ -1,0 +1,89 @@
+"""The tokens of what a client says: a conversation's beginning, or what follows a turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.agents.conversation import Message
+from mppo.agents.endpoint.refusal import invalid
+from mppo.agents.turn_text import TurnText
+from mppo.config.errors import ConfigError
+from mppo.data.chat_template import render_with
+from mppo.hub.tokenizing import tokens_of
+from mppo.safety.input_error import InputError
+
+_KEY = "rollout.agent"
+
+
+class PromptText:
+    """Tokenises in threads: a template or tokenizer may take its time.
+
+    Args:
+        tokenizer: the policy's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._turn_text = tokenizer, TurnText(tokenizer)
+
+    async def opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """The tokens of a conversation up to the beginning of the policy's next turn.
+
+        Raises:
+            Refusal: the template refuses the messages.
+        """
+        return await asyncio.to_thread(self._opening, messages, tools)
+
+    def _opening(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        try:
+            texts = render_with(self._tokenizer, [messages], _KEY, tools=tools)
+            return tokens_of(self._tokenizer, texts, special=False)[0]
+        except ConfigError as error:
+            raise invalid("; ".join(issue.why for issue in error.issues), "messages") from None
+
+    async def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """The tokens of messages after a turn of the policy, up to its next one.
+
+        Args:
+            messages: any number of messages.
+            last_token: of the turn before.
+
+        Raises:
+            Refusal: the template refuses the messages.
+        """
+        try:
+            found = await asyncio.to_thread(
+                self._turn_text.token_ids, [list(messages)], [last_token]
+            )
+        except InputError as error:
+            raise invalid(str(error), "messages") from None
+        if isinstance(found[0], str):
+            raise invalid(found[0], "messages")
+        return found[0]
+
+    async def text(self, text: str) -> list[int]:
+        """The tokens of a prompt without a chat template."""
+        return (await asyncio.to_thread(tokens_of, self._tokenizer, [text]))[0]
+
+    async def following_text(self, text: str) -> list[int]:
+        """The tokens of a text after a turn of the policy."""
+        found = await asyncio.to_thread(self._turn_text.token_ids, [text], [-1])
+        assert not isinstance(found[0], str), "a text is not rendered"
+        return found[0]
+
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """The text of tokens, with or without special ones."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids),
+                skip_special_tokens=not special,
+                clean_up_tokenization_spaces=False,
+            )
+        )

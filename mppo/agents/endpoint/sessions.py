@@ -1,0 +1,174 @@
+"""The open sessions of an endpoint."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mppo.agents.conversation import Message
+from mppo.agents.endpoint.calls import ended
+from mppo.agents.endpoint.messages import read_messages, read_tools
+from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal
+from mppo.agents.endpoint.session import Limits, Policy, Session
+from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
+from mppo.agents.endpoint.tree import Leaf
+from mppo.agents.endpoint.turn import Generator
+from mppo.config.sections.rollout import SamplingConfig
+
+_REMEMBERED = 65536
+"""Closed sessions whose clients still get 409 instead of 404."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """A session that has ended.
+
+    Args:
+        leaves: sequences to train on, in order of creation; the last one is the episode's answer.
+        reward: what the agent reported; None: nothing.
+        numbers: further numbers by name.
+        turns: turns of the policy.
+        error: why the episode failed; None: it did not.
+        messages: the conversation up to the last leaf's end.
+    """
+
+    leaves: tuple[Leaf, ...]
+    reward: float | None
+    numbers: Mapping[str, float]
+    turns: int
+    error: str | None
+    messages: tuple[Message, ...]
+
+
+class Sessions:
+    """Opens and closes sessions; all calls come from one event loop.
+
+    Args:
+        tokenizer: the policy's.
+        generator: the rollout engine.
+        limits: of each session.
+        sampling: of training: requests that ask for another one are refused.
+        parse_tools: finds tool calls in a turn (``tool_calls.tool_parser``).
+        model: the policy's name in answers.
+
+    Attributes:
+        url: of the endpoint, which sets it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Generator,
+        limits: Limits | None = None,
+        sampling: SamplingConfig | None = None,
+        parse_tools: ToolParser = parse_hermes,
+        model: str = "policy",
+    ) -> None:
+        self.policy = Policy.of(tokenizer, generator, limits, sampling, parse_tools, model)
+        self.url = ""
+        self._open: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._closed: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        token_ids: Sequence[int] | None = None,
+    ) -> Session:
+        """Open a session.
+
+        Args:
+            messages: of the prompt, if its tokens are known.
+            tools: schemas of the tools in the prompt.
+            token_ids: the prompt's tokens: those of a first request with exactly these messages
+                and tools.
+
+        Raises:
+            Refusal: too many sessions are open.
+        """
+        if len(self._open) >= self.policy.limits.sessions:
+            raise Refusal(429, f"{len(self._open)} sessions are open: close some")
+        name, key = secrets.token_hex(16), f"sk-{secrets.token_urlsafe(24)}"
+        session = Session(name, key, f"{self.url}/sessions/{name}/v1", self.policy)
+        if messages and token_ids is not None:
+            session.knows(read_messages(messages), read_tools(tools), token_ids)
+        self._open[name] = self._by_key[key] = session
+        return session
+
+    async def close(self, session_id: str, error: str | None = None) -> EpisodeRecord:
+        """End a session and take what it holds.
+
+        Args:
+            session_id: its id.
+            error: why the episode failed.
+
+        Raises:
+            Refusal: no such session, or it is closed.
+        """
+        session = self.session(session_id)
+        del self._open[session.id], self._by_key[session.key]
+        self._closed[session.id] = session.key
+        while len(self._closed) > _REMEMBERED:
+            self._closed.popitem(last=False)
+        await session.end()
+        last = session.tree.last_turns()
+        return EpisodeRecord(
+            leaves=tuple(session.tree.leaves()),
+            reward=session.reward,
+            numbers=session.numbers,
+            turns=len(session.tree),
+            error=error if error is not None else session.failure,
+            messages=tuple(last[-1].messages()) if last else (),
+        )
+
+    async def end_all(self) -> None:
+        """Answer no more requests; the records stay until they are taken."""
+        for session in list(self._open.values()):
+            await session.end()
+
+    def session(self, session_id: str, token: str | None = None) -> Session:
+        """The session of an id.
+
+        Args:
+            session_id: the id.
+            token: what the client sends as its API key; None: the owner asks.
+
+        Raises:
+            Refusal: no such session, it is closed, or the token is not its key or id.
+        """
+        found = self._open.get(session_id)
+        if found is None:
+            if session_id in self._closed:
+                raise ended()
+            raise Refusal(404, "there is no such session")
+        if token is not None and not (same(token, found.key) or same(token, found.id)):
+            raise Refusal(401, "the API key is not that of the session", INVALID_KEY)
+        return found
+
+    def session_of(self, token: str) -> Session:
+        """The session with this key or id.
+
+        Raises:
+            Refusal: there is none, or it is closed.
+        """
+        found = self._by_key.get(token) or self._open.get(token)
+        if found is not None:
+            return found
+        if token in self._closed or token in self._closed.values():
+            raise ended()
+        raise Refusal(401, "no session has this API key: send Authorization: Bearer", INVALID_KEY)
+
+
+def same(token: str, secret: str) -> bool:
+    """Whether a client knows a secret; takes the same time for all wrong ones."""
+    return bool(secret) and hmac.compare_digest(token.encode(), secret.encode())

@@ -1,0 +1,81 @@
+"""Tool calls in the text of a turn, in the format of the model's family.
+
+``hermes`` is read here, without SGLang; every other format by SGLang's parser of that name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mppo.agents.hermes import BEGIN, call_texts
+from mppo.config.errors import nearest
+from mppo.safety.foreign_text import valid_text
+from mppo.safety.input_error import InputError
+
+HERMES = "hermes"
+Call = tuple[str, str]
+"""Name of a tool and the JSON of its arguments."""
+
+
+class ToolParser(Protocol):
+    """Finds tool calls."""
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        """The text besides the calls, and the calls.
+
+        Args:
+            text: a turn, special tokens included.
+            tools: their schemas, in OpenAI's form.
+        """
+        ...
+
+
+def tool_parser(name: str = HERMES) -> ToolParser:
+    """The parser of a format.
+
+    Raises:
+        InputError: there is no such format, or SGLang is not installed.
+    """
+    if name == HERMES:
+        return parse_hermes
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except ImportError as error:
+        raise InputError(
+            f'tool parser {name}: needs SGLang ({error}): pip install "mppo[gpu]", or use {HERMES}'
+        ) from error
+    formats = FunctionCallParser.ToolCallParserEnum
+    if name not in formats:
+        hint = nearest(name, formats) or f"one of {', '.join(sorted(formats))}"
+        raise InputError(f"tool parser {name}: SGLang has no such format; use {hint}")
+
+    def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        parser = FunctionCallParser([Tool(**tool) for tool in tools], name)
+        if not parser.has_tool_call(text):
+            return text, []
+        rest, found = parser.parse_non_stream(text)
+        return rest, [(call.name or "", valid_text(call.parameters)) for call in found]
+
+    return parse
+
+
+def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    """Tool calls in the Hermes format; see ``ToolParser``.
+
+    A turn with a call that is not valid, or of an unknown tool, is text as a whole.
+    """
+    known = {tool["function"]["name"] for tool in tools}
+    calls = []
+    for each in call_texts(text):
+        try:
+            content = json.loads(each)
+        except (ValueError, RecursionError):
+            return text, []
+        name = content.get("name") if isinstance(content, dict) else None
+        if not isinstance(name, str) or name not in known:
+            return text, []
+        calls.append((name, json.dumps(content.get("arguments", {}))))
+    return (text.partition(BEGIN)[0].strip(), calls) if calls else (text, [])

@@ -1,0 +1,225 @@
+"""An episode as a tree of tokens, and its leaves as sequences to train on.
+
+A node is a turn of the policy, with the tokens of others that were given after the turn before it.
+A history that a client rewrites, shortens or continues twice is a branch. Token ids and
+log-probabilities stay as the engine sampled them.
+
+    context P0, turn A0, given E0, turn A1         leaves: P0 | A0 E0 A1
+                   \\__ given F0, turn B1                   P0 A0 F0 | B1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mppo.agents.conversation import Message
+from mppo.batch.episode import NO_WEIGHTS, Part
+from mppo.batch.prompt import ComparedByValue
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf(ComparedByValue):
+    """A sequence to train on.
+
+    Args:
+        context_ids: int32 ``[C]``, everything before its first own token of the policy.
+        ids: int32 ``[L]``, tokens of the policy, and others' tokens between them.
+        logprobs: float32 ``[L]``, 0 for others' tokens.
+        parts: (version of the weights, number of tokens) in order; ``NO_WEIGHTS`` for others'.
+        finish_reason: of the last turn.
+    """
+
+    context_ids: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    parts: tuple[Part, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """The tokens of a turn of the policy, which several requests to the engine may have generated.
+
+    Args:
+        ids, logprobs: int32 and float32 ``[N]``, N at least 1.
+        parts: (version of the weights, number of tokens) in order.
+        finish_reason: "stop" or "length".
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    parts: tuple[Part, ...]
+    finish_reason: str
+
+
+@dataclass(eq=False)
+class TurnNode:
+    """A turn of the policy.
+
+    Args:
+        parent: the turn before; None: there is none.
+        given: int32 ``[G]``, others' tokens between the two; without a parent, the whole context.
+        turn: the policy's tokens.
+        asked: the messages behind ``given``.
+        answer: the turn as a message.
+        key: of the messages up to the answer.
+        children: number of turns that follow this one.
+        length: number of tokens up to the end of the turn.
+    """
+
+    parent: TurnNode | None
+    given: Tensor
+    turn: SampledTurn
+    asked: tuple[Message, ...]
+    answer: Message
+    key: Hashable
+    children: int = 0
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        before = 0 if self.parent is None else self.parent.length
+        self.length = before + len(self.given) + len(self.turn.ids)
+
+    def path(self) -> list[TurnNode]:
+        """The turns from the first one to this one."""
+        found: list[TurnNode] = []
+        node: TurnNode | None = self
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def token_ids(self) -> list[int]:
+        """All tokens up to the end of the turn."""
+        pieces = [ids for node in self.path() for ids in (node.given, node.turn.ids)]
+        return torch.cat(pieces).tolist()
+
+    def messages(self) -> list[Message]:
+        """All messages up to the turn, which is the last one."""
+        return [each for node in self.path() for each in (*node.asked, node.answer)]
+
+
+class TokenTree:
+    """The turns of one episode."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[TurnNode, None] = {}
+        self._by_key: dict[Hashable, list[TurnNode]] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def deepest(self, keys: Sequence[Hashable]) -> tuple[TurnNode | None, int]:
+        """The turn that ends the longest known beginning of a conversation.
+
+        Args:
+            keys: of the first message, the first two, and so on.
+
+        Returns:
+            The turn, the latest of equal ones, and the number of messages up to it; or None and 0.
+        """
+        for count in range(len(keys), 0, -1):
+            found = self._by_key.get(keys[count - 1])
+            if found:
+                return found[-1], count
+        return None, 0
+
+    def deepest_of_tokens(self, token_ids: Sequence[int]) -> TurnNode | None:
+        """The turn that ends the longest known beginning of some tokens; the latest of equals."""
+        best: TurnNode | None = None
+        for node in self._nodes:
+            longer = best is None or node.length >= best.length
+            if longer and node.length <= len(token_ids):
+                known = node.token_ids()
+                best = node if list(token_ids[: len(known)]) == known else best
+        return best
+
+    def add(
+        self,
+        parent: TurnNode | None,
+        given: Sequence[int],
+        turn: SampledTurn,
+        asked: Sequence[Message],
+        answer: Message,
+        key: Hashable,
+    ) -> TurnNode:
+        """Add a turn of the policy; see ``TurnNode``."""
+        assert len(turn.ids), "a turn has at least one token"
+        ids = torch.tensor(given, dtype=torch.int32)
+        node = TurnNode(parent, ids, turn, tuple(asked), answer, key)
+        if parent is not None:
+            parent.children += 1
+        self._nodes[node] = None
+        self._by_key.setdefault(key, []).append(node)
+        return node
+
+    def discard(self, node: TurnNode) -> None:
+        """Forget a turn that no client has seen; one with turns after it stays."""
+        if node.children or node not in self._nodes:
+            return
+        del self._nodes[node]
+        self._by_key[node.key].remove(node)
+        if node.parent is not None:
+            node.parent.children -= 1
+
+    def leaves(self) -> list[Leaf]:
+        """The sequences to train on, in order of creation; the last one is the episode's answer.
+
+        A token of the policy that several leaves share is the policy's in the first of them, and
+        context in the others: each token is trained on once.
+        """
+        owned: set[TurnNode] = set()
+        found: list[Leaf] = []
+        for node in self.last_turns():
+            path = node.path()
+            own = [turn for turn in path if turn not in owned]
+            found.append(_leaf(path[: len(path) - len(own)], own))
+            owned.update(own)
+        return found
+
+    def last_turns(self) -> list[TurnNode]:
+        """The turns that no other follows, in order of creation."""
+        return [node for node in self._nodes if not node.children]
+
+
+def _leaf(shared: Sequence[TurnNode], own: Sequence[TurnNode]) -> Leaf:
+    """The sequence of some turns.
+
+    Args:
+        shared: turns that belong to an earlier leaf.
+        own: the turns after them, at least one.
+    """
+    context = [ids for node in shared for ids in (node.given, node.turn.ids)]
+    ids, logprobs, parts = [], [], []
+    for node in own:
+        if node is own[0]:
+            context.append(node.given)
+        elif len(node.given):
+            ids.append(node.given)
+            logprobs.append(torch.zeros(len(node.given)))
+            parts.append((NO_WEIGHTS, len(node.given)))
+        ids.append(node.turn.ids)
+        logprobs.append(node.turn.logprobs)
+        parts += node.turn.parts
+    return Leaf(
+        context_ids=torch.cat(context),
+        ids=torch.cat(ids),
+        logprobs=torch.cat(logprobs),
+        parts=merged_parts(parts),
+        finish_reason=own[-1].turn.finish_reason,
+    )
+
+
+def merged_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts, neighbours of one version as one, empty ones left out."""
+    found: list[Part] = []
+    for version, count in parts:
+        if found and found[-1][0] == version:
+            found[-1] = (version, found[-1][1] + count)
+        elif count:
+            found.append((version, count))
+    return tuple(found)

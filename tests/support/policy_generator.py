@@ -1,0 +1,103 @@
+"""A small model as the endpoint's generator, with a record of everything it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mppo.agents.endpoint.turn import Turn
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.rollout.local.decoding import decode
+from mppo.rollout.local.sampling import row_keys
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A request and what was sampled for it."""
+
+    given: tuple[int, ...]
+    turn: Turn
+
+
+@dataclass
+class _Waiting:
+    given: tuple[int, ...]
+    most: int
+    answer: asyncio.Future[Turn]
+
+
+@dataclass
+class PolicyGenerator:
+    """``builtin:tiny``; the requests that wait are sampled as one batch.
+
+    Args:
+        longest: most tokens of a turn, whatever a request asks for.
+        stop_share: about this share of the sampled tokens ends a turn.
+        delay_s: seconds before a turn is sampled.
+        version: of the weights.
+    """
+
+    longest: int = 6
+    stop_share: float = 0.2
+    delay_s: float = 0.0
+    version: int = 0
+    sampled: list[Sampled] = field(default_factory=list)
+    aborted: int = 0
+
+    def __post_init__(self) -> None:
+        folder = resolve_model("builtin:tiny")
+        self.tokenizer = load_tokenizer(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        every = max(1, round(1 / self.stop_share))
+        eos = self.tokenizer.eos_token_id
+        self._stops = torch.tensor(sorted({eos, *range(7, len(self.tokenizer), every)}))
+        self._waiting: list[_Waiting] = []
+        self._drawn = 0
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
+        """See ``mppo.agents.endpoint.turn.Generator``."""
+        loop = asyncio.get_running_loop()
+        mine = _Waiting(tuple(token_ids), min(max_tokens, self.longest), loop.create_future())
+        self._waiting.append(mine)
+        try:
+            await asyncio.sleep(self.delay_s)
+            if not mine.answer.done():
+                self._sample_waiting()
+            return await mine.answer
+        except asyncio.CancelledError:
+            self.aborted += 1
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            raise
+
+    def _sample_waiting(self) -> None:
+        rows, self._waiting = sorted(self._waiting, key=lambda row: len(row.given)), []
+        numbers = torch.arange(self._drawn, self._drawn + len(rows))
+        self._drawn += len(rows)
+        found = decode(
+            self._model,
+            [torch.tensor(row.given) for row in rows],
+            range(len(rows)),
+            row_keys(0, numbers, torch.zeros_like(numbers)),
+            SamplingConfig(),
+            torch.tensor([row.most for row in rows]),
+            self._stops,
+        )
+        for i, row in enumerate(rows):
+            count = int(found.length_R[i])
+            reason = "stop" if found.stopped_R[i] else "length"
+            ids, logprobs = found.tokens[i, :count], found.logprobs[i, :count]
+            turn = Turn(ids.clone(), logprobs.clone(), reason, self.version)
+            self.sampled.append(Sampled(row.given, turn))
+            row.answer.set_result(turn)
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of a sequence's tokens but the first, in one pass."""
+        logits = self._model(torch.tensor([list(ids)])).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(-1, torch.tensor(list(ids))[1:, None])[:, 0]
