@@ -7,36 +7,57 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.engine import ConversationEngine
 from mppo.agents.function import AgentFunction
+from mppo.agents.hosted_function import HostedFunction, check_function
+from mppo.agents.program import CommandProgram, Program
 from mppo.agents.turn_text import TurnText
 from mppo.config.schema import Recipe
+from mppo.config.sections.agent import AgentConfig
 from mppo.rollout.engine import RolloutEngine
 
+Agent = AgentFunction | Program
+"""Answers turns of the policy, or asks for them."""
 
-def build_agent(recipe: Recipe) -> AgentFunction | None:
+
+def build_agent(recipe: Recipe) -> Agent | None:
     """The agent of ``rollout.agent``; None without one, and for ``trainer.replay``.
 
     Raises:
-        ConfigError: see ``AgentFunction``.
+        ConfigError: the agent cannot be imported, or does not accept its arguments.
     """
     config = recipe.rollout.agent
-    return None if config is None or recipe.trainer.replay is not None else AgentFunction(config)
+    if config is None or recipe.trainer.replay is not None:
+        return None
+    return _program(config) if config.uses_endpoint else AgentFunction(config)
+
+
+def _program(config: AgentConfig) -> Program:
+    if config.command is not None:
+        return CommandProgram(config.command)
+    assert config.run is not None, "a rule has checked it"
+    check_function(config.run, config.arguments)
+    return HostedFunction(config.run, config.arguments, config.processes)
 
 
 def with_agent(
     engine: RolloutEngine,
-    agent: AgentFunction | None,
+    agent: Agent | None,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutEngine:
-    """The engine whose responses are conversations with the agent; the same one without."""
+    """The engine whose responses are episodes of the agent; the same one without."""
     config = recipe.rollout.agent
     if agent is None or config is None:
         return engine
-    return ConversationEngine(
-        engine,
-        agent,
-        config.path,
-        TurnText(tokenizer),
-        config.max_turns,
-        world=dist.get_world_size(),
+    world = dist.get_world_size()
+    if isinstance(agent, AgentFunction):
+        assert config.path is not None, "a rule has checked it"
+        turn_text = TurnText(tokenizer)
+        return ConversationEngine(
+            engine, agent, config.path, turn_text, config.max_turns, world=world
+        )
+    from mppo.agents.episode_engine import EpisodeEngine  # needs a web server
+
+    tokens = recipe.data.max_prompt_length + recipe.data.max_response_length
+    return EpisodeEngine(
+        engine, agent, tokenizer, config, tokens, rank=dist.get_rank(), world=world
     )

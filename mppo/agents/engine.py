@@ -24,6 +24,7 @@ from mppo.rewards.response import describe, shorten
 from mppo.rollout.engine import GenerationRequest, RolloutEngine
 from mppo.rollout.local.engine import LocalGeneration
 from mppo.rollout.response_gather import gather_episodes, left_over
+from mppo.rollout.turns import TurnEngine
 from mppo.weights.bucket import WeightBucket
 
 Agent = Callable[[Sequence[Conversation]], Sequence[Reply | str]]
@@ -101,6 +102,10 @@ class ConversationEngine:
                 break
             part = replace(part, resumable=left_over(request, dict(enumerate(found))))
         return found
+
+    def turns(self) -> TurnEngine:
+        """See ``RolloutEngine.turns``."""
+        return self._engine.turns()
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""

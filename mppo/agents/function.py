@@ -21,7 +21,7 @@ class AgentFunction:
     """Calls an agent in separate processes of this rank, with one conversation at a time.
 
     Args:
-        config: the recipe's section.
+        config: the recipe's section, with ``path``.
 
     Raises:
         ConfigError: the agent cannot be imported, or does not accept its arguments.
@@ -47,7 +47,7 @@ class AgentFunction:
     def _pool(self) -> WorkerPool:
         config = self._config
         loader = f"{load_in_worker.__module__}:load_in_worker"
-        arguments = (config.path, config.call_arguments, config.timeout_s)
+        arguments = (str(config.path), config.call_arguments, config.timeout_s)
         task = ScoringTask(loader, arguments, memory_mb=config.memory_mb)
         limit = config.timeout_s * (2 if self._is_async else 1)
         return WorkerPool(task, config.processes, limit, "rollout.agent")
@@ -67,7 +67,7 @@ class AgentFunction:
 
 def _check(config: AgentConfig) -> bool:
     """Import an agent once, in this process; return whether it is async."""
-    name = config.path
+    name = str(config.path)
     found = import_callable(KEY, name, "agent", "name a function or class of it")
     try:
         return is_async(make_agent(found, config.call_arguments))

@@ -12,6 +12,7 @@ import torch
 from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.rollout.turns import TurnEngine
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.source import SliceStream
@@ -156,6 +157,10 @@ class RolloutEngine(Protocol):
             P * n responses (or ``num_prompts_needed * n``), prompt by prompt. Every rank knows all
             of them; the tokens of each lie on the rank that received it.
         """
+        ...
+
+    def turns(self) -> TurnEngine:
+        """This rank's part of the engine, ready to generate until the next collective call."""
         ...
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:

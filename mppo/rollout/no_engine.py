@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from mppo.batch.episode import Episode
 from mppo.rollout.engine import Generation, GenerationRequest
+from mppo.rollout.turns import TurnEngine
 from mppo.weights.bucket import WeightBucket
 
 
@@ -16,6 +17,9 @@ class NoEngine:
         raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
+        raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
+
+    def turns(self) -> TurnEngine:
         raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

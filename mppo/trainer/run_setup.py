@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import build_agent, with_agent
-from mppo.agents.function import AgentFunction
+from mppo.agents.build import Agent, build_agent, with_agent
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -145,7 +144,7 @@ def _build_scorer(
 
 def _build_engine(
     recipe: Recipe,
-    agent: AgentFunction | None,
+    agent: Agent | None,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     read_config: Callable[[Path], Any],

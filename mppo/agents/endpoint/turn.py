@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the engine generated for one request.
-
-    Args:
-        ids: int32 ``[N]``, the stop token included when one was generated.
-        logprobs: float32 ``[N]``, see ``mppo.batch.episode.EpisodeTokens``.
-        finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
-            update of its weights, and is asked for the rest.
-        version: of the weights.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-    finish_reason: str
-    version: int
+from mppo.rollout.turns import Turn
 
 
 class Generator(Protocol):

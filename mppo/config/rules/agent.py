@@ -49,6 +49,45 @@ def conversations_are_supported(context: RuleContext) -> Iterator[ConfigIssue]:
             yield ConfigIssue(key, value, f"with rollout.agent: {why}", fix)
 
 
+_ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "run": ("max_seconds", "max_concurrent", "tool_format", "arguments", "processes"),
+    "command": ("max_seconds", "max_concurrent", "tool_format"),
+    "path": ("arguments", "tools", "timeout_s", "memory_mb", "processes"),
+}
+"""Keys of ``rollout.agent`` that have an effect with each form of an agent."""
+
+
+@rule("rollout.agent")
+def an_agent_has_one_form(context: RuleContext) -> Iterator[ConfigIssue]:
+    """An agent is a function, a command or an answering function, with the keys of this form."""
+    agent = context.recipe.rollout.agent
+    if agent is None:
+        return
+    forms = [form for form in _ONLY_WITH if getattr(agent, form) is not None]
+    names = ", ".join(_ONLY_WITH)
+    if len(forms) != 1:
+        why = "an agent has one form, " + ("and none is given" if not forms else "not several")
+        yield ConfigIssue("rollout.agent", forms, why, f"give one of {names}")
+        return
+    useful = {*_ONLY_WITH[forms[0]], "max_turns", *_ONLY_WITH}
+    for name in sorted(agent.model_fields_set - useful):
+        value = getattr(agent, name)
+        if value != type(agent).model_fields[name].get_default(call_default_factory=True):
+            why = f"has no effect with rollout.agent.{forms[0]}"
+            yield ConfigIssue(f"rollout.agent.{name}", value, why, "leave it out")
+
+
+@rule("rollout.agent", "algorithm.whiten_rewards")
+def whitened_rewards_have_one_sequence(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Each sequence of an episode carries its score, which is to count once."""
+    agent, algorithm = context.recipe.rollout.agent, context.recipe.algorithm
+    if agent is not None and agent.uses_endpoint and algorithm.whiten_rewards:
+        why = (
+            "an agent's episode may have several sequences, and its score would count several times"
+        )
+        yield ConfigIssue("algorithm.whiten_rewards", True, why, "set it to false")
+
+
 @rule("rollout.agent", "actor.router_replay")
 def conversations_have_no_engine_routing(context: RuleContext) -> Iterator[ConfigIssue]:
     """Experts that the engine chose are not collected over several turns."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,11 +60,30 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
     if recipe.reward.name == "function":
         issues += _python_file("reward.function", recipe.reward.function)
     if recipe.rollout.agent is not None:
-        issues += _python_file("rollout.agent.path", recipe.rollout.agent.path)
+        for form in ("path", "run"):
+            if (name := getattr(recipe.rollout.agent, form)) is not None:
+                issues += _python_file(f"rollout.agent.{form}", name)
+        issues += _command("rollout.agent.command", recipe.rollout.agent.command)
     if recipe.trainer.replay is not None:
         issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
     return issues
+
+
+def _command(key: str, command: str | None) -> Iterator[ConfigIssue]:
+    """A command must start with an executable file."""
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield ConfigIssue(
+            key, command, f"cannot be split into words: {error}", "correct the quotes"
+        )
+        return
+    if not words or shutil.which(words[0]) is None:
+        why = "names no executable file" if words else "is empty"
+        yield ConfigIssue(key, command, why, "give a program, such as: python my_agent.py")
 
 
 def _code_verifier(recipe: Recipe) -> Iterator[ConfigIssue]:

@@ -32,26 +32,50 @@ class ToolConfig(Section):
 
 
 class AgentConfig(Section):
-    """The agent that answers the policy after each of its turns."""
+    """The agent of an episode, in one of three forms: ``run`` and ``command`` ask the policy for
+    its turns as a client of OpenAI or Anthropic, each episode at its own pace; ``path`` answers the
+    policy after each of its turns, all conversations together."""
 
-    path: str
+    run: str | None = None
+    """``package.module:name`` or ``path/file.py:name`` of ``async def run(client, task)`` with a
+    client of the package ``openai``. It returns the reward, a mapping with ``reward`` and
+    ``numbers``, or nothing."""
+    command: str | None = None
+    """A command that runs one episode. It gets ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
+    ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``, and the task as a line of JSON on its standard
+    input. The last line that it prints may be its reward."""
+    path: str | None = None
     """``package.module:name`` or ``path/file.py:name`` of a function, a coroutine function or a
-    class. ``mppo.agents.hermes:HermesAgent`` runs the tools of ``tools``."""
+    class that answers a turn. ``mppo.agents.hermes:HermesAgent`` runs the tools of ``tools``."""
     max_turns: int = Field(default=8, gt=0)
-    """Most turns of the policy in a conversation. All tokens after the prompt, an environment's
-    included, fit into ``data.max_response_length``."""
+    """Most turns of the policy in an episode. With ``path`` all tokens after the prompt, an
+    environment's included, fit into ``data.max_response_length``; with ``run`` and ``command`` each
+    sequence fits into ``data.max_prompt_length`` + ``data.max_response_length``."""
+    max_seconds: float = Field(default=1800.0, gt=0)
+    """Longest duration of an episode of ``run`` or ``command``. Its processes then end, and its
+    score is ``reward.on_error``."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Most episodes of ``run`` or ``command`` at the same time on each rank."""
+    tool_format: str = "hermes"
+    """How the policy writes calls of tools, for ``run`` and ``command``: ``hermes``, or a
+    ``tool-call-parser`` of SGLang, such as ``qwen25`` or ``llama3``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, or those of the class."""
     tools: tuple[ToolConfig, ...] = ()
-    """Tools. The tokenizer's chat template writes them into the prompts, and the agent gets them as
-    the argument ``tools``."""
+    """Tools of ``path``. The tokenizer's chat template writes them into the prompts, and the agent
+    gets them as the argument ``tools``."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds for one call of the agent. Its process is then killed, the conversation ends, and its
+    """Seconds for one call of ``path``. Its process is then killed, the conversation ends, and its
     score is ``reward.on_error``."""
     memory_mb: int | None = Field(default=None, gt=0)
-    """Address space, MiB, of a process that runs the agent. null: no limit."""
+    """Address space, MiB, of a process that runs ``path``. null: no limit."""
     processes: int = Field(default=1, ge=1)
-    """Processes of each rank that run the agent."""
+    """Processes of each rank that run ``path`` or ``run``."""
+
+    @property
+    def uses_endpoint(self) -> bool:
+        """Whether the agent asks the policy for its turns."""
+        return self.path is None
 
     @property
     def call_arguments(self) -> dict[str, Any]:

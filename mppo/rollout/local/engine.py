@@ -25,6 +25,7 @@ from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
+from mppo.rollout.local.local_turns import LocalTurns
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.sampling import row_keys, skip_tokens
 from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
@@ -210,6 +211,12 @@ class LocalEngine:
         found = self.generate(request)
         seconds = time.perf_counter() - start
         return LocalGeneration(request, found, seconds, self._world)
+
+    def turns(self) -> LocalTurns:
+        """See ``RolloutEngine.turns``."""
+        version = self._loaded_version()
+        stops = torch.tensor(self.stop_tokens, dtype=torch.int64, device=self._device)
+        return LocalTurns(self._model, version, stops, self._world, self._batch_size)
 
     def _generate_rows(
         self, request: GenerationRequest, rows: Sequence[_Row], stops: Tensor

@@ -30,6 +30,7 @@ from mppo.rollout.sglang.requests import ATTEMPTS, Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_options import own_server
 from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.rollout.sglang.server_turns import ServerTurns
 from mppo.rollout.sync_check import SyncCheck
 from mppo.rollout.transport.broadcast import DistributedTransport
 from mppo.rollout.transport.build import make_transport
@@ -320,6 +321,13 @@ class SGLangEngine:
                 count = lengths[index] - 1
                 result[index], at = numbers[at : at + count], at + count
         return result
+
+    def turns(self) -> ServerTurns:
+        """See ``RolloutEngine.turns``."""
+        self._wait()
+        version = self._restore()
+        at_once = self._rollout.batch_size
+        return ServerTurns(self.fleet, version, self._stops, self._vocab_size, at_once)
 
     # ---- memory and end
 

@@ -1,0 +1,150 @@
+"""An agent that is a coroutine function of a client and a task (``rollout.agent.run``)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import count
+from typing import Any
+
+from mppo.agents.function_host import LINE_BYTES
+from mppo.agents.program import Access, child_command, child_environment, failed, read_result
+from mppo.batch.episode import EpisodeResult
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.rewards.function import import_callable
+from mppo.safety.foreign_text import json_line, quoted
+
+KEY = "rollout.agent.run"
+
+
+def check_function(name: str, arguments: Mapping[str, Any]) -> None:
+    """Import the function once, in this process, and look at its signature.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or the client is not installed.
+    """
+    if find_spec("openai") is None:
+        fix = 'pip install "mppo[agents]"'
+        raise ConfigError([ConfigIssue(KEY, name, "its client needs the package openai", fix)])
+    found = import_callable(KEY, name, "agent", "name a coroutine function of it")
+    fix = "write async def run(client, task), and rollout.agent.arguments by name"
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError([ConfigIssue(KEY, name, "it is no coroutine function", fix)])
+    try:
+        inspect.signature(found).bind(None, None, **arguments)
+    except TypeError as error:
+        why = f"it cannot be called with a client and a task: {error}"
+        raise ConfigError([ConfigIssue(KEY, name, why, fix)]) from error
+
+
+class _Host:
+    """A process that runs the function for many episodes at the same time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process, self._numbers = process, count()
+        self._waiting: dict[int, asyncio.Future[EpisodeResult]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def load(self) -> int:
+        """Number of episodes that run."""
+        return len(self._waiting)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process answers."""
+        return not self._reader.done()
+
+    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        where = {"base_url": access.base_url, "api_key": access.api_key}
+        self._waiting[number] = future = loop.create_future()
+        self._send({"id": number, "task": task, **where})
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(number, None) is not None:  # cancelled
+                self._send({"id": number, "cancel": True})
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(ConnectionError):  # the reader says that the process has ended
+            self._process.stdin.write(json_line(order).encode() + b"\n")
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(ValueError, OSError):  # a line that is too long ends the process
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                future = self._waiting.pop(answer["id"], None)
+                if future is not None and not future.done():
+                    error = answer.get("error")
+                    result = read_result(answer.get("result"))
+                    future.set_result(failed(quoted(error)) if error else result)
+        await self.stop()
+        for future in self._waiting.values():
+            if not future.done():
+                code = self._process.returncode
+                future.set_result(failed(f"its process ended with exit code {code}"))
+        self._waiting.clear()
+
+    async def stop(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        await self._process.wait()
+
+
+class HostedFunction:
+    """A ``Program``: the function runs in processes of its own, each with many episodes.
+
+    Args:
+        name: of the function.
+        arguments: of the function besides client and task.
+        processes: number of processes.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], processes: int) -> None:
+        self._command = [
+            sys.executable, "-m", "mppo.agents.function_host", name, json.dumps(dict(arguments)),
+        ]  # fmt: skip
+        self._hosts: list[_Host | None] = [None] * processes
+        self._starting = asyncio.Lock()
+
+    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+        """See ``Program.run``."""
+        host = await self._host()
+        return await host.run(access, task)
+
+    async def stop(self) -> None:
+        """See ``Program.stop``."""
+        for host in self._hosts:
+            if host is not None:
+                await host.stop()
+
+    async def _host(self) -> _Host:
+        """The process with the fewest episodes; one that has ended is started again."""
+        async with self._starting:
+            for place, host in enumerate(self._hosts):
+                if host is None or not host.lives:
+                    self._hosts[place] = await self._start()
+            return min(
+                (each for each in self._hosts if each is not None), key=lambda each: each.load
+            )
+
+    async def _start(self) -> _Host:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *child_command(self._command),
+            env=child_environment(),
+            stdin=pipe,
+            stdout=pipe,
+            limit=LINE_BYTES,
+        )
+        return _Host(process)

@@ -1,0 +1,178 @@
+"""What runs an episode: a program that talks to the policy over the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mppo.batch.episode import EpisodeResult
+from mppo.batch.prompt import Prompt
+from mppo.rewards.function import extra_info
+from mppo.rewards.result import number
+from mppo.safety.foreign_text import json_line, quoted
+
+_TAIL_BYTES = 1 << 16
+_SHOWN = 300
+_HIDDEN = ("MPPO_ROLLOUT_API_KEY",)
+"""Variables of the rank that its agents do not get."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """How an agent reaches the policy.
+
+    Args:
+        base_url: for clients of OpenAI.
+        api_key: of the session.
+    """
+
+    base_url: str
+    api_key: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a program that uses clients of OpenAI or Anthropic."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+
+class Program(Protocol):
+    """Runs episodes, many at a time, in one event loop."""
+
+    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+        """Run an episode. If the call is cancelled, its processes end.
+
+        Args:
+            access: how to reach the policy.
+            task: see ``task_of``.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End every process."""
+        ...
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """What an agent gets of a data row, as JSON: ``prompt`` (text), ``messages``, ``data_source``,
+    ``ground_truth`` and ``extra_info``."""
+    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    return {
+        "prompt": prompt.text,
+        "messages": [dict(message) for message in messages],
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": extra_info(prompt),
+    }
+
+
+def read_result(found: Any) -> EpisodeResult:
+    """The result of an episode from what an agent says: None, a number, or a mapping with
+    ``reward`` and ``numbers``."""
+    reward, numbers = found, {}
+    if isinstance(found, Mapping):
+        unknown = [str(key) for key in found if key not in ("reward", "numbers")]
+        if unknown:
+            return failed(f"its result has {quoted(', '.join(unknown))}; give reward and numbers")
+        reward, numbers = found.get("reward"), found.get("numbers") or {}
+        if not isinstance(numbers, Mapping):
+            return failed(f"its numbers are {quoted(repr(numbers))}, not a mapping")
+    if reward is not None:
+        reward = number(reward)
+        if reward is None or not math.isfinite(reward):
+            return failed(f"its reward is {quoted(repr(found))}, not a finite number")
+    read = {str(name): number(value) for name, value in numbers.items()}
+    return EpisodeResult(reward, {k: v for k, v in read.items() if v is not None})
+
+
+def failed(why: str) -> EpisodeResult:
+    """The result of an episode whose agent failed."""
+    return EpisodeResult(error=why)
+
+
+def child_command(command: Sequence[str]) -> list[str]:
+    """A command that ends with this process, and all its processes with it."""
+    return [sys.executable, "-m", "mppo.agents.child", str(os.getpid()), *command]
+
+
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of an agent's process."""
+    kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    return {**kept, **(more or {})}
+
+
+class CommandProgram:
+    """A command, started once for each episode (``rollout.agent.command``).
+
+    It finds the policy by ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
+    ``ANTHROPIC_API_KEY``, and gets its task as one line of JSON on its standard input. The last
+    line of its standard output may be its result: a number, or ``{"reward": 1.0, "numbers": {}}``.
+
+    Args:
+        command: split as a shell splits words.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = shlex.split(command)
+
+    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+        """See ``Program.run``."""
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *child_command(self._command),
+            env=child_environment(access.variables),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(json_line(task).encode() + b"\n")
+        process.stdin.close()
+        try:
+            outputs = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+            code, (said, complained) = await process.wait(), await outputs
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                await process.wait()
+        if code:
+            lines = (complained or said).split("\n")
+            why = f": {quoted(lines[-1][:_SHOWN])}" if lines[-1] else ""
+            return failed(f"its command ended with exit code {code}{why}")
+        return read_result(_result_line(said))
+
+    async def stop(self) -> None:
+        """Do nothing: each process ends with its episode."""
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The last text of a stream, without white space at its end."""
+    kept = b""
+    while piece := await stream.read(_TAIL_BYTES):
+        kept = (kept + piece)[-_TAIL_BYTES:]
+    return kept.decode(errors="replace").strip()
+
+
+def _result_line(said: str) -> Any:
+    """The result in the last line of an output; None: there is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(said.rpartition("\n")[2])
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if is_number or (isinstance(found, dict) and "reward" in found):
+            return found
+    return None

@@ -1,0 +1,72 @@
+"""Turns by the local engine: texts that wait together are continued in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mppo.batch.prompt import Prompt
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.parallel.partition import partition
+from mppo.rollout.local.decoding import decode
+from mppo.rollout.local.sampling import row_keys
+from mppo.rollout.turns import Turn, TurnRequest
+
+
+class LocalTurns:
+    """See ``TurnEngine``.
+
+    Args:
+        model: the transformers model, with weights.
+        version: of the weights.
+        stops: tokens that end a turn, int64.
+        world: number of ranks.
+        batch_size: most texts of one batch.
+    """
+
+    calls = 1
+
+    def __init__(
+        self, model: Any, version: int, stops: Tensor, world: int, batch_size: int
+    ) -> None:
+        self._model, self._version, self._stops = model, version, stops
+        self._world, self.at_once = world, batch_size
+
+    def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
+        """See ``TurnEngine``."""
+        lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
+        dealt = partition(lengths, self._world, equal_count=True)
+        return {place: rank for rank, part in enumerate(dealt) for place in part}
+
+    def generate(
+        self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
+    ) -> list[Turn]:
+        """See ``TurnEngine``."""
+        device = self._stops.device
+        uids, samples = torch.tensor([each.stream for each in requests], device=device).unbind(1)
+        extra = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        rows = decode(
+            self._model,
+            [each.token_ids for each in requests],
+            list(range(len(requests))),
+            row_keys(seed, uids, samples),
+            sampling,
+            torch.tensor([each.max_tokens for each in requests], device=device),
+            torch.cat([self._stops, extra]),
+        )
+        sizes = zip(rows.length_R.tolist(), rows.stopped_R.tolist(), strict=True)
+        return [
+            Turn(
+                rows.tokens[row, :length].cpu(),
+                rows.logprobs[row, :length].cpu(),
+                "stop" if stopped else "length",
+                self._version,
+            )
+            for row, (length, stopped) in enumerate(sizes)
+        ]
+
+    def abort(self) -> None:
+        """Do nothing: a batch runs to its end."""

@@ -1,0 +1,96 @@
+"""Turns by the SGLang servers of a rank; requests of one session go to one server."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from mppo.batch.prompt import Prompt
+from mppo.config.sections.rollout import SamplingConfig
+from mppo.parallel.partition import partition
+from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
+from mppo.rollout.sglang.fleet import Fleet
+from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.turns import EngineLost, Turn, TurnRequest
+
+
+class ServerTurns:
+    """See ``TurnEngine``.
+
+    Args:
+        fleet: the servers.
+        version: of the weights that they all hold.
+        stop_tokens: tokens that end a turn.
+        vocab_size: of the model.
+        calls: requests at the same time on each server.
+    """
+
+    at_once = 1
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        version: int,
+        stop_tokens: tuple[int, ...],
+        vocab_size: int,
+        calls: int,
+    ) -> None:
+        self._fleet, self._version = fleet, version
+        self._stops, self._vocab_size = stop_tokens, vocab_size
+        self.calls = calls * max(1, len(fleet.mine))
+        self._aborting = threading.Event()
+
+    def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
+        """See ``TurnEngine``; the samples of a prompt share a server, which has it in its cache."""
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        dealt = partition(lengths, self._fleet.count, equal_count=True)
+        return {
+            index * n + sample: self._fleet.head_of(server)
+            for server, part in enumerate(dealt)
+            for index in part
+            for sample in range(n)
+        }
+
+    def generate(
+        self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
+    ) -> list[Turn]:
+        """See ``TurnEngine``; the servers' seeds are their own."""
+        return [self._turn(request, sampling) for request in requests]
+
+    def abort(self) -> None:
+        """See ``TurnEngine``."""
+        self._aborting.set()
+        for api in self._fleet.apis.values():
+            with suppress(ServerLost, RequestRefused):
+                api.abort_all()
+
+    def _turn(self, request: TurnRequest, sampling: SamplingConfig) -> Turn:
+        while apis := self._fleet.apis:
+            server = _server_of(request.session, apis)
+            try:
+                return self._ask(apis[server], request, sampling)
+            except ServerLost as lost:
+                if self._aborting.is_set():
+                    break
+                self._fleet.lost[server] = str(lost)
+        raise EngineLost(f"no server is left: {self._fleet.lost}")
+
+    def _ask(self, api: SGLangApi, request: TurnRequest, sampling: SamplingConfig) -> Turn:
+        stops = sorted({*self._stops, *sampling.stop_token_ids})
+        parameters = sampling_parameters(sampling, request.max_tokens, stops)
+        (answer,) = api.generate([request.token_ids.tolist()], parameters)
+        if answer.weight_version != str(self._version):
+            why = f"has weights of version {answer.weight_version}, not {self._version}"
+            raise ServerLost(api.url, why)
+        if fault := answer.fault(request.max_tokens, self._vocab_size):
+            raise ServerLost(api.url, fault)
+        answer = answer.with_final_reason(stops)
+        return Turn(answer.tokens, answer.logprobs, answer.reason, self._version)
+
+
+def _server_of(session: str, apis: Mapping[int, SGLangApi]) -> int:
+    """The server of a session, the same one as long as it is not lost."""
+    digests = {s: hashlib.blake2b(f"{s}/{session}".encode(), digest_size=8).digest() for s in apis}
+    return max(digests, key=lambda server: digests[server])

@@ -1,0 +1,86 @@
+"""Turns of the policy, one by one, on one rank: what conversations at their own pace need.
+
+A ``GenerationRequest`` is collective. Between two collective calls each rank may continue texts on
+its own, in any number and order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from mppo.batch.prompt import Prompt
+from mppo.config.sections.rollout import SamplingConfig
+
+
+@dataclass(frozen=True, eq=False)
+class TurnRequest:
+    """A text to continue.
+
+    Args:
+        token_ids: int32 ``[N]``, everything before the turn.
+        max_tokens: most tokens to generate, at least 1.
+        stream: numbers of the random stream; the local engine generates the same tokens for the
+            same text, stream and seed.
+        session: requests of one session share prefixes.
+    """
+
+    token_ids: Tensor
+    max_tokens: int
+    stream: tuple[int, int]
+    session: str
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What the engine generated for one request.
+
+    Args:
+        ids: int32 ``[N]``, the stop token included when one was generated.
+        logprobs: float32 ``[N]``, see ``mppo.batch.episode.EpisodeTokens``.
+        finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
+            update of its weights, and is asked for the rest.
+        version: of the weights.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    finish_reason: str
+    version: int
+
+
+class EngineLost(RuntimeError):
+    """No server of this rank is left to continue a text."""
+
+
+class TurnEngine(Protocol):
+    """A rank's part of a rollout engine, between two collective calls.
+
+    Attributes:
+        at_once: requests of one call; 1: each has a call of its own.
+        calls: calls at the same time.
+    """
+
+    at_once: int
+    calls: int
+
+    def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
+        """The rank that runs each episode, by index (``prompt * n + sample``)."""
+        ...
+
+    def generate(
+        self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
+    ) -> list[Turn]:
+        """Continue texts; from any thread.
+
+        Raises:
+            EngineLost: every server of this rank failed.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Abort what is being generated, if the engine can: its turns are no longer wanted."""
+        ...
