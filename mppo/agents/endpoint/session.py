@@ -143,6 +143,11 @@ class Session:
         self._openings: dict[str, list[int]] = {}
         self._text_lengths: set[int] = set()
 
+    @property
+    def anthropic_url(self) -> str:
+        """``base_url`` for a client of Anthropic's, which adds the version itself."""
+        return self.base_url.removesuffix("/v1")
+
     def knows(
         self, messages: Sequence[Message], tools: Sequence[Any], token_ids: Sequence[int]
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turn:
     """What the engine generated for one request.
 
