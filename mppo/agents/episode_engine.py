@@ -206,10 +206,12 @@ async def _wait(tasks: Sequence[asyncio.Task[None]], lost: asyncio.Event) -> Non
 
 def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Episode:
     """An episode of one sequence for each leaf of its session's tree."""
-    error = record.error
+    error, reward = record.error, result.reward if result.reward is not None else record.reward
+    if record.is_used_up and error is not None:
+        # its limits end an episode as a response's longest length does: that is no failure
+        error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
         error = "it asked the policy nothing"
-    reward = result.reward if result.reward is not None else record.reward
     said = EpisodeResult(reward, {**record.numbers, **result.numbers}, error)
     if not record.leaves:
         nothing = EpisodeTokens(torch.empty(0), torch.empty(0))
@@ -221,4 +223,5 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
         own = prompt if same else replace(prompt, token_ids=context)
         sequences.append(Episode(own, leaf.parts, leaf.finish_reason, tokens=tokens))
     *earlier, last = sequences
-    return replace(last, earlier=tuple(earlier), result=said)
+    reason = "length" if record.is_used_up else last.finish_reason
+    return replace(last, finish_reason=reason, earlier=tuple(earlier), result=said)

@@ -62,31 +62,38 @@ async def open_endpoint(
         await endpoint.stop()
 
 
-def assert_exact(leaves: Sequence[Leaf], sampled: Sequence[Sampled]) -> None:
-    """Each sampled turn is in one leaf, once, behind exactly the tokens it was sampled after."""
-    left = list(sampled)
+def turns_of(leaves: Sequence[Leaf], sampled: Sequence[Sampled]) -> list[Sampled]:
+    """The sampled turns that leaves consist of, in their order.
+
+    Asserts that each turn lies behind exactly the tokens it was sampled after, with its own ids,
+    log-probabilities and version, and that no turn is the policy's twice.
+    """
+    left, found = list(sampled), []
     for leaf in leaves:
         whole = [*leaf.context_ids.tolist(), *leaf.ids.tolist()]
         assert len(leaf.ids) == len(leaf.logprobs) == sum(count for _, count in leaf.parts)
         assert leaf.parts[0][0] != NO_WEIGHTS != leaf.parts[-1][0]
-        at = 0
+        end = 0
         for version, count in leaf.parts:
-            begin, end = at, at + count
-            at = end
+            at, end = end, end + count
             if version == NO_WEIGHTS:
-                assert not leaf.logprobs[begin:end].any()
-                continue
-            while begin < end:  # turns without tokens of others between them are one part
-                before = tuple(whole[: len(leaf.context_ids) + begin])
-                found = next(
+                assert not leaf.logprobs[at:end].any()
+            while version != NO_WEIGHTS and at < end:  # turns without others' tokens between them
+                before = tuple(whole[: len(leaf.context_ids) + at])
+                turn = next(
                     each
                     for each in left
                     if each.given == before
                     and each.turn.version == version
-                    and leaf.ids[begin:end].tolist()[: len(each.turn.ids)] == each.turn.ids.tolist()
+                    and leaf.ids[at:end][: len(each.turn.ids)].equal(each.turn.ids)
+                    and leaf.logprobs[at:end][: len(each.turn.ids)].equal(each.turn.logprobs)
                 )
-                left.remove(found)
-                ids = found.turn.ids
-                assert leaf.logprobs[begin : begin + len(ids)].equal(found.turn.logprobs)
-                begin += len(ids)
-    assert not left, f"{len(left)} turns are in no leaf"
+                left.remove(turn)
+                found.append(turn)
+                at += len(turn.turn.ids)
+    return found
+
+
+def assert_exact(leaves: Sequence[Leaf], sampled: Sequence[Sampled]) -> None:
+    """The leaves consist of all sampled turns, each once."""
+    assert len(turns_of(leaves, sampled)) == len(sampled)

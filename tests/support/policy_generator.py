@@ -16,16 +16,18 @@ from mppo.rollout.local.decoding import decode
 from mppo.rollout.local.sampling import row_keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sampled:
     """A request and what was sampled for it."""
 
     given: tuple[int, ...]
     turn: Turn
+    session: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
+    session: str
     given: tuple[int, ...]
     most: int
     answer: asyncio.Future[Turn]
@@ -33,7 +35,7 @@ class _Waiting:
 
 @dataclass
 class PolicyGenerator:
-    """``builtin:tiny``; the requests that wait are sampled as one batch.
+    """``builtin:tiny``, a ``Generator``; the requests that wait are sampled as one batch.
 
     Args:
         longest: most tokens of a turn, whatever a request asks for.
@@ -62,7 +64,9 @@ class PolicyGenerator:
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
         """See ``mppo.agents.endpoint.turn.Generator``."""
         loop = asyncio.get_running_loop()
-        mine = _Waiting(tuple(token_ids), min(max_tokens, self.longest), loop.create_future())
+        mine = _Waiting(
+            session, tuple(token_ids), min(max_tokens, self.longest), loop.create_future()
+        )
         self._waiting.append(mine)
         try:
             await asyncio.sleep(self.delay_s)
@@ -93,11 +97,32 @@ class PolicyGenerator:
             reason = "stop" if found.stopped_R[i] else "length"
             ids, logprobs = found.tokens[i, :count], found.logprobs[i, :count]
             turn = Turn(ids.clone(), logprobs.clone(), reason, self.version)
-            self.sampled.append(Sampled(row.given, turn))
+            self.sampled.append(Sampled(row.given, turn, row.session))
             row.answer.set_result(turn)
+
+    def dictated(self, given: Sequence[int], text: str, stops: bool, session: str = "") -> Turn:
+        """A turn with this text, as if it had been sampled: its log-probabilities are real."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = [*ids, self.tokenizer.eos_token_id] if stops else ids
+        logprobs = self.logprobs([*given, *ids])[len(given) - 1 :]
+        reason = "stop" if stops else "length"
+        turn = Turn(torch.tensor(ids, dtype=torch.int32), logprobs, reason, self.version)
+        self.sampled.append(Sampled(tuple(given), turn, session))
+        return turn
 
     @torch.inference_mode()
     def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
         """Log-probabilities of a sequence's tokens but the first, in one pass."""
         logits = self._model(torch.tensor([list(ids)])).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(-1, torch.tensor(list(ids))[1:, None])[:, 0]
+
+
+@dataclass
+class DictatedGenerator(PolicyGenerator):
+    """Says given texts, one a turn, and ends each turn."""
+
+    texts: list[str] = field(default_factory=list)
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
+        """See ``mppo.agents.endpoint.turn.Generator``."""
+        return self.dictated(token_ids, self.texts.pop(0), True, session)

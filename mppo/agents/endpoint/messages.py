@@ -72,10 +72,20 @@ def text_of(content: Any, where: str) -> str:
 
 def _call(given: Any, where: str) -> dict[str, Any]:
     function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping):
         raise invalid("a tool call has a function with name and arguments", where)
-    call_id = given.get("id")
-    return tool_call(str(call_id or ""), function["name"], function.get("arguments"))
+    return sent_call(given.get("id"), function.get("name"), function.get("arguments"), where)
+
+
+def sent_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """As ``tool_call``, for what a client sends.
+
+    Raises:
+        Refusal: the call has no name.
+    """
+    if not isinstance(name, str):
+        raise invalid("a tool call has a name", where)
+    return tool_call(call_id if isinstance(call_id, str) else "", name, arguments)
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

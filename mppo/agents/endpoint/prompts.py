@@ -29,6 +29,11 @@ class PromptText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._turn_text = tokenizer, TurnText(tokenizer)
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the tokenizer."""
+        return len(self._tokenizer)
+
     async def opening(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:

@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from mppo.agents.endpoint.anthropic_messages import answer_messages, count_tokens
 from mppo.agents.endpoint.ask import HttpReply
 from mppo.agents.endpoint.calls import ClientGone
 from mppo.agents.endpoint.chat import answer_chat
+from mppo.agents.endpoint.completions import answer_completion
 from mppo.agents.endpoint.messages import read_messages, read_tools
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal, invalid
+from mppo.agents.endpoint.responses import answer_response
 from mppo.agents.endpoint.session import Session
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions, same
 from mppo.safety.foreign_text import quoted
@@ -39,7 +42,13 @@ _STOP_S = 2
 _RETRY_COUNT, _IDEMPOTENT = "x-stainless-retry-count", "idempotency-key"
 
 ApiAnswer = Callable[[Session, Mapping[str, Any]], Coroutine[Any, Any, HttpReply]]
-_APIS: dict[str, ApiAnswer] = {"chat/completions": answer_chat}
+_APIS: dict[str, ApiAnswer] = {
+    "chat/completions": answer_chat,
+    "completions": answer_completion,
+    "responses": answer_response,
+    "messages": answer_messages,
+    "messages/count_tokens": count_tokens,
+}
 """Answers by the path behind ``/v1/``."""
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -122,6 +122,7 @@ class Session:
         reward, numbers: as the agent reports them.
         ended: set when the agent says that the episode has ended.
         failure: why the engine did not answer the last request.
+        is_used_up: whether a request was refused because it was one turn or some tokens too many.
         previous: messages by the id of an answer, for an API that names it.
     """
 
@@ -134,6 +135,7 @@ class Session:
     numbers: dict[str, float] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str | None = None
+    is_used_up: bool = False
     previous: dict[str, list[Message]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,6 +144,11 @@ class Session:
         self._turns = 0
         self._openings: dict[str, list[int]] = {}
         self._text_lengths: set[int] = set()
+
+    @property
+    def anthropic_url(self) -> str:
+        """``base_url`` for a client of Anthropic's, which adds the version itself."""
+        return self.base_url.removesuffix("/v1")
 
     def knows(
         self, messages: Sequence[Message], tools: Sequence[Any], token_ids: Sequence[int]
@@ -177,6 +184,7 @@ class Session:
         if self.ended.is_set():
             raise ended()
         if self._turns + ask.n > limits.turns:
+            self.is_used_up = True
             why = f"the session has used its {limits.turns} turns"
             raise Refusal(429, why, retry=False)
         self._turns += ask.n
@@ -184,6 +192,7 @@ class Session:
             place = await self._place(ask)
             room = limits.context_tokens - len(place.context)
             if room < 1:
+                self.is_used_up = True
                 why = (
                     f"the conversation has {len(place.context)} tokens, and the context window "
                     f"{limits.context_tokens}"

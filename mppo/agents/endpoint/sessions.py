@@ -35,6 +35,7 @@ class EpisodeRecord:
         numbers: further numbers by name.
         turns: turns of the policy.
         error: why the episode failed; None: it did not.
+        is_used_up: whether it asked for more turns or tokens than it may have.
         messages: the conversation up to the last leaf's end.
     """
 
@@ -43,6 +44,7 @@ class EpisodeRecord:
     numbers: Mapping[str, float]
     turns: int
     error: str | None
+    is_used_up: bool
     messages: tuple[Message, ...]
 
 
@@ -128,6 +130,7 @@ class Sessions:
             numbers=session.numbers,
             turns=len(session.tree),
             error=error if error is not None else session.failure,
+            is_used_up=session.is_used_up,
             messages=tuple(last[-1].messages()) if last else (),
         )
 

@@ -63,9 +63,9 @@ def tool_parser(name: str = HERMES) -> ToolParser:
 
 
 def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Tool calls in the Hermes format; see ``ToolParser``.
+    """Tool calls in the Hermes format, as SGLang's parser reads them; see ``ToolParser``.
 
-    A turn with a call that is not valid, or of an unknown tool, is text as a whole.
+    Calls of unknown tools are left out; a turn with a call that is not JSON is text as a whole.
     """
     known = {tool["function"]["name"] for tool in tools}
     calls = []
@@ -74,8 +74,10 @@ def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, li
             content = json.loads(each)
         except (ValueError, RecursionError):
             return text, []
-        name = content.get("name") if isinstance(content, dict) else None
-        if not isinstance(name, str) or name not in known:
-            return text, []
-        calls.append((name, json.dumps(content.get("arguments", {}))))
+        for call in content if isinstance(content, list) else [content]:
+            if not isinstance(call, dict):
+                return text, []
+            name, arguments = call.get("name"), call.get("parameters") or call.get("arguments", {})
+            if isinstance(name, str) and name in known:
+                calls.append((name, json.dumps(arguments)))
     return (text.partition(BEGIN)[0].strip(), calls) if calls else (text, [])

@@ -40,7 +40,7 @@ class Leaf(ComparedByValue):
     finish_reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampledTurn:
     """The tokens of a turn of the policy, which several requests to the engine may have generated.
 
