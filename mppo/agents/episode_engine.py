@@ -18,12 +18,13 @@ from mppo.agents.endpoint.server import Endpoint
 from mppo.agents.endpoint.session import Limits
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
-from mppo.agents.program import Access, Program, failed, task_of
+from mppo.agents.program import EpisodeAccess, Program, failed, opening_of, task_of
 from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.agent import AgentConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
+from mppo.rewards.response import describe
 from mppo.rollout.engine import GenerationRequest, RolloutEngine
 from mppo.rollout.local.engine import LocalGeneration
 from mppo.rollout.response_gather import gather_episodes
@@ -125,6 +126,7 @@ class EpisodeEngine:
                     request.on_response([place], [episode])
 
         await endpoint.start()
+        await self._program.start()
         tasks = [asyncio.create_task(run(place)) for place in places]
         try:
             await _wait(tasks, queue.lost)
@@ -141,9 +143,9 @@ class EpisodeEngine:
     ) -> Episode:
         """Run an episode to its end."""
         ids = prompt.token_ids.tolist()
-        session = sessions.open(prompt.messages, token_ids=ids)
+        session = sessions.open(opening_of(prompt), token_ids=ids)
         queue.name(session.id, prompt.uid, sample)
-        access, limit_s = Access(session.base_url, session.key), self._config.max_seconds
+        access, limit_s = EpisodeAccess(session.base_url, session.key), self._config.max_seconds
         result = failed("it was cancelled")
         try:
             work = self._program.run(access, task_of(prompt))
@@ -151,7 +153,9 @@ class EpisodeEngine:
         except asyncio.TimeoutError:
             result = failed(f"it took longer than rollout.agent.max_seconds, {limit_s:g} s")
         finally:
-            record = await sessions.close(session.id, result.error)
+            where = f"the agent of {describe(prompt)}: "
+            error = None if result.error is None else where + result.error
+            record = await sessions.close(session.id, error)
         tick()
         return _episode(prompt, record, result)
 
@@ -211,7 +215,7 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
         # its limits end an episode as a response's longest length does: that is no failure
         error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
-        error = "it asked the policy nothing"
+        error = f"the agent of {describe(prompt)}: it asked the policy nothing"
     said = EpisodeResult(reward, {**record.numbers, **result.numbers}, error)
     if not record.leaves:
         nothing = EpisodeTokens(torch.empty(0), torch.empty(0))

@@ -1,8 +1,8 @@
 """The process in which an agent's coroutine function runs (``rollout.agent.run``).
 
-``python -m mppo.agents.function_host NAME ARGUMENTS`` reads episodes as lines of JSON, runs them all
-at the same time, and writes their results as lines of JSON. What the function prints goes to the
-standard error output.
+``python -m mppo.agents.function_host NAME ARGUMENTS`` reads episodes as lines of JSON, runs them
+all at the same time, and writes their results as lines of JSON. What the function prints goes to
+the standard error output.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ async def serve(function: Callable[..., Coroutine[Any, Any, Any]], results: int)
         function: of a client and a task.
         results: file descriptor for the results.
     """
+    import openai  # noqa: F401  # takes seconds, before an episode's time begins to count
+
+    _write(results, "{}")
     loop, running = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
     lines = asyncio.StreamReader(LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

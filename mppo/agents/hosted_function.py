@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,13 +13,21 @@ from itertools import count
 from typing import Any
 
 from mppo.agents.function_host import LINE_BYTES
-from mppo.agents.program import Access, child_command, child_environment, failed, read_result
+from mppo.agents.program import (
+    EpisodeAccess,
+    child_command,
+    child_environment,
+    end,
+    failed,
+    read_episode_result,
+)
 from mppo.batch.episode import EpisodeResult
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.function import import_callable
 from mppo.safety.foreign_text import json_line, quoted
 
 KEY = "rollout.agent.run"
+_ENDING_S = 5.0
 
 
 def check_function(name: str, arguments: Mapping[str, Any]) -> None:
@@ -44,11 +51,16 @@ def check_function(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 class _Host:
-    """A process that runs the function for many episodes at the same time."""
+    """A process that runs the function for many episodes at the same time.
+
+    Attributes:
+        ready: set once the process takes episodes, or has ended.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process, self._numbers = process, count()
         self._waiting: dict[int, asyncio.Future[EpisodeResult]] = {}
+        self.ready = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -61,7 +73,8 @@ class _Host:
         """Whether the process answers."""
         return not self._reader.done()
 
-    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
+        """See ``Program.run``."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         where = {"base_url": access.base_url, "api_key": access.api_key}
         self._waiting[number] = future = loop.create_future()
@@ -78,26 +91,31 @@ class _Host:
             self._process.stdin.write(json_line(order).encode() + b"\n")
 
     async def _read(self) -> None:
+        """Take results until the process ends."""
         assert self._process.stdout is not None
         with suppress(ValueError, OSError):  # a line that is too long ends the process
             while line := await self._process.stdout.readline():
+                self.ready.set()
                 answer = json.loads(line)
-                future = self._waiting.pop(answer["id"], None)
+                future = self._waiting.pop(answer.get("id"), None)
                 if future is not None and not future.done():
                     error = answer.get("error")
-                    result = read_result(answer.get("result"))
+                    result = read_episode_result(answer.get("result"))
                     future.set_result(failed(quoted(error)) if error else result)
+        with suppress(asyncio.TimeoutError):  # its output has ended, and so it ends soon
+            await asyncio.wait_for(self._process.wait(), _ENDING_S)
         await self.stop()
+        self.ready.set()
+        why = f"its process ended with exit code {self._process.returncode}"
         for future in self._waiting.values():
             if not future.done():
-                code = self._process.returncode
-                future.set_result(failed(f"its process ended with exit code {code}"))
+                future.set_result(failed(why))
         self._waiting.clear()
 
     async def stop(self) -> None:
+        """End the process."""
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+            end(self._process)
         await self._process.wait()
 
 
@@ -114,31 +132,30 @@ class HostedFunction:
         self._command = [
             sys.executable, "-m", "mppo.agents.function_host", name, json.dumps(dict(arguments)),
         ]  # fmt: skip
-        self._hosts: list[_Host | None] = [None] * processes
+        self._processes = processes
+        self._hosts: list[_Host] = []
         self._starting = asyncio.Lock()
 
-    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+    async def start(self) -> None:
+        """See ``Program.start``."""
+        async with self._starting:
+            self._hosts = [host for host in self._hosts if host.lives]
+            while len(self._hosts) < self._processes:
+                self._hosts.append(await self._started())
+            for host in self._hosts:
+                await host.ready.wait()
+
+    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
         """See ``Program.run``."""
-        host = await self._host()
-        return await host.run(access, task)
+        await self.start()
+        return await min(self._hosts, key=lambda host: host.load).run(access, task)
 
     async def stop(self) -> None:
         """See ``Program.stop``."""
         for host in self._hosts:
-            if host is not None:
-                await host.stop()
+            await host.stop()
 
-    async def _host(self) -> _Host:
-        """The process with the fewest episodes; one that has ended is started again."""
-        async with self._starting:
-            for place, host in enumerate(self._hosts):
-                if host is None or not host.lives:
-                    self._hosts[place] = await self._start()
-            return min(
-                (each for each in self._hosts if each is not None), key=lambda each: each.load
-            )
-
-    async def _start(self) -> _Host:
+    async def _started(self) -> _Host:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *child_command(self._command),

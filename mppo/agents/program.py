@@ -27,7 +27,7 @@ _HIDDEN = ("MPPO_ROLLOUT_API_KEY",)
 
 
 @dataclass(frozen=True)
-class Access:
+class EpisodeAccess:
     """How an agent reaches the policy.
 
     Args:
@@ -52,7 +52,11 @@ class Access:
 class Program(Protocol):
     """Runs episodes, many at a time, in one event loop."""
 
-    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+    async def start(self) -> None:
+        """Start what all episodes share; what has ended is started again."""
+        ...
+
+    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
         """Run an episode. If the call is cancelled, its processes end.
 
         Args:
@@ -69,17 +73,21 @@ class Program(Protocol):
 def task_of(prompt: Prompt) -> dict[str, Any]:
     """What an agent gets of a data row, as JSON: ``prompt`` (text), ``messages``, ``data_source``,
     ``ground_truth`` and ``extra_info``."""
-    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
     return {
         "prompt": prompt.text,
-        "messages": [dict(message) for message in messages],
+        "messages": opening_of(prompt),
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": extra_info(prompt),
     }
 
 
-def read_result(found: Any) -> EpisodeResult:
+def opening_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt; one without messages is a user's."""
+    return [dict(each) for each in prompt.messages] or [{"role": "user", "content": prompt.text}]
+
+
+def read_episode_result(found: Any) -> EpisodeResult:
     """The result of an episode from what an agent says: None, a number, or a mapping with
     ``reward`` and ``numbers``."""
     reward, numbers = found, {}
@@ -114,6 +122,13 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(more or {})}
 
 
+def end(process: asyncio.subprocess.Process) -> None:
+    """End a process of ``child_command``, and all its processes with it."""
+    # not by Process.send_signal, which may take the exit code before asyncio reads it
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
+
+
 class CommandProgram:
     """A command, started once for each episode (``rollout.agent.command``).
 
@@ -128,7 +143,10 @@ class CommandProgram:
     def __init__(self, command: str) -> None:
         self._command = shlex.split(command)
 
-    async def run(self, access: Access, task: Mapping[str, Any]) -> EpisodeResult:
+    async def start(self) -> None:
+        """Do nothing: each episode starts its process."""
+
+    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
         """See ``Program.run``."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -148,13 +166,13 @@ class CommandProgram:
             code, (said, complained) = await process.wait(), await outputs
         finally:
             if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
+                end(process)
                 await process.wait()
         if code:
             lines = (complained or said).split("\n")
             why = f": {quoted(lines[-1][:_SHOWN])}" if lines[-1] else ""
             return failed(f"its command ended with exit code {code}{why}")
-        return read_result(_result_line(said))
+        return read_episode_result(_result_line(said))
 
     async def stop(self) -> None:
         """Do nothing: each process ends with its episode."""

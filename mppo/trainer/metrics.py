@@ -376,12 +376,18 @@ def reward_metrics(
 
 
 def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """``conversation/turns/*`` of the policy, and ``conversation/inserted_tokens/*`` of agents."""
-    turns = torch.tensor([each.turns for each in episodes])
-    inserted = torch.tensor([each.inserted for each in episodes])
-    return _mean_max_min("conversation/turns", turns) | _mean_max_min(
-        "conversation/inserted_tokens", inserted
-    )
+    """``conversation/turns/*`` of the policy, ``conversation/inserted_tokens/*`` of agents, and
+    ``conversation/sequences/*`` of episodes."""
+    parts = [each.sequences for each in episodes]
+    counts = {
+        "turns": [sum(each.turns for each in part) for part in parts],
+        "inserted_tokens": [sum(each.inserted for each in part) for part in parts],
+        "sequences": [len(part) for part in parts],
+    }
+    metrics: dict[str, float] = {}
+    for name, values in counts.items():
+        metrics |= _mean_max_min(f"conversation/{name}", torch.tensor(values))
+    return metrics
 
 
 def errors_of(episodes: Sequence[Episode]) -> list[str]:

@@ -92,7 +92,7 @@ class ServerProcess:
         """Start the process; does not wait until the server answers."""
         assert self._process is None, "already started"
         self.port = free_port()
-        guard = [sys.executable, "-m", "mppo.rollout.sglang.guard", str(os.getpid())]
+        guard = [sys.executable, "-m", "mppo.supervision.server_guard", str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output, numa.unbound():
             self._process = subprocess.Popen(

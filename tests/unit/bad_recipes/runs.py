@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 AGENTS = [
-    ("an agent without a path", "rollout.agent.max_turns=3", "rollout.agent.path", "required"),
+    ("an agent without a form", "rollout.agent.max_turns=3", "rollout.agent", "none is given"),
+    ("an agent of two forms", "rollout.agent.path=a:b rollout.agent.command=true", "rollout.agent",
+     "not several"),
+    ("an agent's program that is missing", "rollout.agent.command=no_such_program",
+     "rollout.agent.command", "names no executable file"),
+    ("an agent's function that is missing", "rollout.agent.run=no.py:run", "rollout.agent.run",
+     "no such file no.py"),
+    ("an episode's limit for an agent that answers", "rollout.agent.path=a:b "
+     "rollout.agent.max_seconds=3", "rollout.agent.max_seconds",
+     "no effect with rollout.agent.path"),
+    ("tools for a program", "rollout.agent.command=true "
+     "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}]", "rollout.agent.tools",
+     "no effect with rollout.agent.command"),
+    ("whitened rewards of episodes", "rollout.agent.command=true algorithm.whiten_rewards=true",
+     "algorithm.whiten_rewards", "all carry its score"),
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
      "no such file no.py"),
     ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "

@@ -1,8 +1,8 @@
 """Runs a command that must not outlive the process that started it.
 
-``python -m mppo.rollout.sglang.guard PARENT_PID COMMAND...`` starts COMMAND in the guard's process
-group and waits. When the parent has ended (even by ``kill -9``) or COMMAND ends, the guard kills
-every process of that group. The kernel kills COMMAND when the guard dies.
+``python -m mppo.supervision.server_guard PARENT_PID COMMAND...`` starts COMMAND in the guard's
+process group and waits. When the parent has ended (even by ``kill -9``) or COMMAND ends, the guard
+kills every process of that group. The kernel kills COMMAND when the guard dies.
 """
 
 from __future__ import annotations
