@@ -31,6 +31,7 @@ NOT_RUN: dict[str, str] = {
     r"^\$ mppo-simulate .* --all\n": "takes minutes; test_benchmarks.py simulates ranks together",
     r"^srun --container-image": "an option of pyxis; test_slurm_scripts.py shows these lines",
     r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
+    r"^# my_program\.py": "runs an episode; test_agents_programs.py runs it",
     r"AutoModelForSequenceClassification as M": "reads the weights of a published model",
 }
 """A pattern of a block's text, and the reason that it does not run (or where it runs)."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,6 +27,7 @@ from mppo.hub.builtin import byte_tokenizer
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 MODEL = {
     "vocab_size": 260,
     "hidden_size": 32,
@@ -262,6 +265,16 @@ def test_results_of_agents():
     assert read_episode_result({"reward": 1.0, "numbers": {"a": 2, "b": "x"}}).numbers == {"a": 2.0}
     for wrong in ("much", float("nan"), {"score": 1}, {"reward": "x"}, {"numbers": 3}, [1]):
         assert read_episode_result(wrong).error
+
+
+def test_the_programs_of_the_page(run):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    function, command = blocks
+    _, episodes = run(function, arguments="{turns: 2}")
+    assert {each.result.reward for each in episodes} <= {0.0, 0.5, 1.0}
+    assert all(set(each.result.numbers) == {"acc"} for each in episodes)
+    _, episodes = run(command, command="{python} {path}")
+    assert {each.result.reward for each in episodes} <= {0.0, 1.0}
 
 
 def test_an_agent_keeps_its_processes_between_requests(run):

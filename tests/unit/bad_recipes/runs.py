@@ -4,7 +4,7 @@ from __future__ import annotations
 
 AGENTS = [
     ("an agent without a form", "rollout.agent.max_turns=3", "rollout.agent", "none is given"),
-    ("an agent of two forms", "rollout.agent.path=a:b rollout.agent.command=true", "rollout.agent",
+    ("an agent of two forms", "rollout.agent.path=a:b rollout.agent.command=env", "rollout.agent",
      "not several"),
     ("an agent's program that is missing", "rollout.agent.command=no_such_program",
      "rollout.agent.command", "names no executable file"),
@@ -13,10 +13,10 @@ AGENTS = [
     ("an episode's limit for an agent that answers", "rollout.agent.path=a:b "
      "rollout.agent.max_seconds=3", "rollout.agent.max_seconds",
      "no effect with rollout.agent.path"),
-    ("tools for a program", "rollout.agent.command=true "
+    ("tools for a program", "rollout.agent.command=env "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}]", "rollout.agent.tools",
      "no effect with rollout.agent.command"),
-    ("whitened rewards of episodes", "rollout.agent.command=true algorithm.whiten_rewards=true",
+    ("whitened rewards of episodes", "rollout.agent.command=env algorithm.whiten_rewards=true",
      "algorithm.whiten_rewards", "all carry its score"),
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
      "no such file no.py"),

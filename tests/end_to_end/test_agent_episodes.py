@@ -1,0 +1,103 @@
+"""Runs whose agent is a program on two ranks: with the local engine, and with a real server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from recipe_run import ROOT, evaluate_recipe, run_recipe, smaller
+from sglang_case import START_S, needs_sglang
+
+from mppo.batch.episode import NO_WEIGHTS
+from mppo.dumps.experience_files import read_experience
+from mppo.dumps.step_dump import dumped_steps, read_header_of
+
+RECIPE = "tiny_cpu_agent.yaml"
+AGENT = f"rollout.agent.run={ROOT}/recipes/agents/guess_sums.py:run"
+SHORT = [
+    *smaller(3), AGENT, "trainer.warm_start_steps=0", "data.train_size=64", "trainer.test_freq=-1",
+    f"rollout.stop_token_ids={list(range(10, 60))}",
+]  # fmt: skip
+COMPACTING = """
+async def run(client, task):
+    messages = task["messages"]
+    for word in ("more", "and"):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        messages = [*messages, said, {"role": "user", "content": word}]
+    await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "7"}]
+    )
+    return {"reward": len(said["content"]) / 4}
+"""
+"""Two turns, and a third one behind another history."""
+
+
+@pytest.fixture
+def compacting(tmp_path):
+    """The settings of an agent whose episodes have two sequences."""
+    path = tmp_path / "compacting.py"
+    path.write_text(COMPACTING)
+    return [*SHORT, f"rollout.agent.run={path}:run"]
+
+
+def _same_probabilities(rows: list[dict], limit: float = 1e-4) -> None:
+    """The engine's probabilities are the actor's: they saw the same tokens."""
+    for row in rows:
+        assert row["training/rollout_logprob_diff_max"] < limit
+        assert row["conversation/turns/max"] > 1
+
+
+@pytest.mark.distributed
+def test_the_policy_learns_from_a_program(tmp_path):
+    rows = run_recipe(
+        RECIPE, tmp_path, AGENT, "trainer.total_training_steps=12", "trainer.test_freq=-1",
+        "data.train_batch_size=96",
+    )  # fmt: skip
+    scores = [row["critic/score/mean"] for row in rows]
+    assert sum(scores[-4:]) > 1.1 * sum(scores[:4])
+    _same_probabilities(rows)
+
+
+@pytest.mark.distributed
+def test_sequences_of_an_episode_are_dumped_and_replayed(tmp_path, compacting):
+    rows = run_recipe(RECIPE, tmp_path / "run", *compacting, "trainer.dump_rollouts=true")
+    _same_probabilities(rows)
+    assert all(row["conversation/sequences/max"] == 2 for row in rows)
+    for folder in dumped_steps(tmp_path / "run").values():
+        header = read_header_of(folder)
+        batch = read_experience(folder, header.ranks).old.batch
+        assert len(header.rows) == 16
+        assert [row.episode for row in header.rows] == [i // 2 for i in range(16)]
+        for first, second in zip(header.rows[::2], header.rows[1::2], strict=True):
+            assert (first.score, first.uid) == (second.score, second.uid)
+            assert [v == NO_WEIGHTS for v, _ in first.parts] == [False, True, False]
+        assert batch.episodes.last_E.tolist() == list(range(1, 16, 2))
+    replayed = run_recipe(
+        RECIPE, tmp_path / "again", *compacting, f"trainer.replay={tmp_path / 'run'}",
+    )  # fmt: skip
+    for name in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
+        found, expected = ([row[name] for row in part] for part in (replayed, rows))
+        assert found == pytest.approx(expected, rel=1e-4), name
+
+
+@pytest.mark.distributed
+def test_evaluation_runs_the_program(tmp_path):
+    samples, out = tmp_path / "samples.jsonl", tmp_path / "out.json"
+    evaluate_recipe(RECIPE, "--samples", str(samples), "--out", str(out), *SHORT[5:],
+                    f"trainer.default_local_dir={tmp_path}", "data.val_size=8")  # fmt: skip
+    assert json.loads(out.read_text())["val/turns/mean"] > 1
+    assert len(samples.read_text().splitlines()) == 8
+
+
+@pytest.mark.server
+@needs_sglang
+@pytest.mark.distributed
+def test_a_program_with_a_real_server(tmp_path, compacting):
+    rows = run_recipe(
+        RECIPE, tmp_path / "run", *compacting, "rollout.name=sglang",
+        f"rollout.start_timeout_s={START_S}", "trainer.total_training_steps=2",
+        "rollout.verify_sync=logprob",
+    )  # fmt: skip
+    _same_probabilities(rows)
+    assert all(row["conversation/sequences/mean"] == 2 for row in rows)
