@@ -135,6 +135,7 @@ class Sessions:
         """Answer no more requests; the records stay until they are taken."""
         for session in list(self._open.values()):
             await session.end()
+        self.policy.prompts.close()
 
     def session(self, session_id: str, token: str | None = None) -> Session:
         """The session of an id.
