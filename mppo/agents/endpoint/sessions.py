@@ -6,7 +6,7 @@ import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,7 @@ class Sessions:
         messages: Sequence[Message] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         token_ids: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> Session:
         """Open a session.
 
@@ -92,6 +93,7 @@ class Sessions:
             tools: schemas of the tools in the prompt.
             token_ids: the prompt's tokens: those of a first request with exactly these messages
                 and tools.
+            sampling: of this session, for example in validation; None: that of training.
 
         Raises:
             Refusal: too many sessions are open.
@@ -99,7 +101,8 @@ class Sessions:
         if len(self._open) >= self.policy.limits.sessions:
             raise Refusal(429, f"{len(self._open)} sessions are open: close some")
         name, key = secrets.token_hex(16), f"sk-{secrets.token_urlsafe(24)}"
-        session = Session(name, key, f"{self.url}/sessions/{name}/v1", self.policy)
+        policy = replace(self.policy, sampling=sampling or self.policy.sampling)
+        session = Session(name, key, f"{self.url}/sessions/{name}/v1", policy)
         if messages and token_ids is not None:
             session.knows(read_messages(messages), read_tools(tools), token_ids)
         self._open[name] = self._by_key[key] = session
