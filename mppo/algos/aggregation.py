@@ -18,11 +18,12 @@ def aggregation_weights_T(
     mode: str,
     scale_factor: float = 1.0,
     count_B: Tensor | None = None,
+    count_H: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token's loss.
 
-    With ``N`` masked tokens, ``S`` sequences with a masked token, and ``n_b`` masked tokens in
-    sequence b:
+    With ``N`` masked tokens, ``S`` responses with a masked token, and ``n_b`` masked tokens in
+    response b, which is one sequence or several:
 
     - ``token-mean``: ``1 / N``
     - ``token-sum``: ``1``
@@ -36,7 +37,10 @@ def aggregation_weights_T(
         mode: one of the above.
         scale_factor: for ``seq-mean-token-sum-norm``, in tokens. It is a constant of the run,
             so every batch weighs a token equally (Dr. GRPO, https://arxiv.org/abs/2503.20783).
-        count_B: masked tokens of each sequence of the mini-batch ``[B]``; None: these are all.
+        count_B: masked tokens of each response of the mini-batch ``[B]``; None: these sequences
+            are all, and each is a response.
+        count_H: masked tokens of the response to which each sequence belongs ``[H]``; None: each
+            sequence is a response.
 
     Returns:
         float32 ``[T]``, 0 outside the mask; all 0 for an empty mask.
@@ -44,9 +48,9 @@ def aggregation_weights_T(
     Raises:
         InputError: an unknown mode.
 
-    Source: verl ``agg_loss`` (sequences without a masked token are ignored).
+    Source: verl ``agg_loss`` (responses without a masked token are ignored).
     """
-    count_H = sequence_sum(mask_T, cu_seqlens)
+    count_H = sequence_sum(mask_T, cu_seqlens) if count_H is None else count_H
     count_B = count_H if count_B is None else count_B
     num_sequences = (count_B > 0).sum().clamp(min=1).to(mask_T.dtype)
     if mode == "token-mean":

@@ -33,6 +33,14 @@ class ScoreScale:
         """Scale the numbers: float32 ``[B]``."""
         return ((x_B.double() - self.mean) / self.divisor).float()
 
+    def at(self, index_B: Tensor) -> ScoreScale:
+        """The scale of the responses at some places: int64 ``[B]``."""
+        mean, divisor = (
+            x[index_B] if isinstance(x, Tensor) and x.dim() else x
+            for x in (self.mean, self.divisor)
+        )
+        return ScoreScale(mean, divisor)
+
 
 def batch_scale(scores_B: Tensor) -> ScoreScale:
     """Mean, and unbiased standard deviation + 1e-8, of the batch.

@@ -130,15 +130,51 @@ def unknown_expert(dtype: torch.dtype) -> int:
     return 255 if dtype == torch.uint8 else -1
 
 
+@dataclass(frozen=True)
+class EpisodeIndex:
+    """The episodes of a batch's sequences. Shapes: ``E`` episodes of ``B`` sequences.
+
+    Args:
+        of_B: int64 ``[B]``, place of each sequence's episode among the episodes.
+        last_E: int64 ``[E]``, the last sequence of each episode, which is its answer.
+    """
+
+    of_B: Tensor
+    last_E: Tensor
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether an episode has several sequences."""
+        return len(self.last_E) < len(self.of_B)
+
+    def sum(self, x_B: Tensor) -> Tensor:
+        """Sum over the sequences of each episode: ``[B]`` to ``[E]``."""
+        return x_B.new_zeros(len(self.last_E)).index_add_(0, self.of_B, x_B)
+
+    def sequences(self, episodes: Sequence[int]) -> list[int]:
+        """The sequences of some episodes, episode by episode."""
+        if not self.has_branches:
+            return self.last_E[torch.as_tensor(episodes, dtype=torch.int64)].tolist()
+        found: list[list[int]] = [[] for _ in self.last_E]
+        for number, episode in enumerate(self.of_B.tolist()):
+            found[episode].append(number)
+        return [number for episode in episodes for number in found[episode]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch(Sequences):
-    """Scored episodes.
+    """The sequences of scored episodes.
+
+    An episode's last sequence is its answer. The ones before it are what the policy generated in
+    histories that the episode left. They have its score.
 
     Args:
         rollout_logprobs_T: float32 ``[T]``, the engine's log-probabilities.
         group_B: int64 ``[B]``, uid of the prompt.
-        scores_B: float32 ``[B]``, the reward of each episode: the outcome reward, and the sum
-            of its ``token_rewards_T``.
+        episode_B: int64 ``[B]``, equal for the sequences of one episode; default: each sequence
+            is an episode.
+        scores_B: float32 ``[B]``, the reward of each sequence's episode: the outcome reward, and
+            the sum of the ``token_rewards_T`` of its sequences.
         truncated_B: bool ``[B]``, not ended by a stop token.
         weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
         token_rewards_T: float32 ``[T]``, the part of the reward that belongs to single tokens
@@ -151,11 +187,22 @@ class Batch(Sequences):
     truncated_B: Tensor
     weight_version_T: Tensor
     token_rewards_T: Tensor = _DEFAULT
+    episode_B: Tensor = _DEFAULT
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.episode_B is _DEFAULT:
+            object.__setattr__(self, "episode_B", torch.arange(self.num_sequences))
         if self.token_rewards_T is _DEFAULT:
             object.__setattr__(self, "token_rewards_T", no_token_rewards(self.response_mask_T))
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """Which sequences are of one episode."""
+        _, of_B = torch.unique(self.episode_B, return_inverse=True)
+        last_E = torch.zeros(int(of_B.max()) + 1 if len(of_B) else 0, dtype=torch.int64)
+        last_E.scatter_reduce_(0, of_B, torch.arange(len(of_B)), "amax")
+        return EpisodeIndex(of_B, last_E)
 
 
 def no_token_rewards(mask_T: Tensor) -> Tensor:

@@ -77,8 +77,12 @@ class EpisodeTokens(ComparedByValue):
 class Episode(ComparedByValue):
     """One sampled response. In a conversation, an environment's tokens are parts of it.
 
+    An agent may leave the history of its episode: it summarises it, asks another agent, or changes
+    what was said. What the policy generated before is then a sequence of its own in ``earlier``.
+    Each token that the policy generated is in one sequence.
+
     Args:
-        prompt: the prompt.
+        prompt: the prompt; its tokens are all that precede the response.
         parts: of its tokens, in order; the version of an environment's part is ``NO_WEIGHTS``.
         finish_reason: "stop" (a stop token was generated), "length", "abort" or ``OPEN``.
         home: the rank that holds its tokens.
@@ -86,6 +90,8 @@ class Episode(ComparedByValue):
         tokens: on its home; None elsewhere.
         result: what the agent says of the conversation, on the rank that ran the agent.
         score: of the response; None: not scored yet.
+        earlier: the sequences that the episode left, in order. They have neither results nor
+            scores of their own.
     """
 
     prompt: Prompt
@@ -96,6 +102,7 @@ class Episode(ComparedByValue):
     tokens: EpisodeTokens | None = None
     result: EpisodeResult | None = None
     score: ResponseScore | None = None
+    earlier: tuple[Episode, ...] = ()
 
     @classmethod
     def sampled(
@@ -132,6 +139,11 @@ class Episode(ComparedByValue):
         return self.score
 
     @property
+    def sequences(self) -> tuple[Episode, ...]:
+        """The sequences to train on; the last one is this response."""
+        return *self.earlier, self
+
+    @property
     def length(self) -> int:
         """Number of tokens after the prompt."""
         return sum(count for _, count in self.parts)
@@ -151,9 +163,15 @@ class Episode(ComparedByValue):
         """Whether more tokens are to be generated."""
         return self.finish_reason in ("abort", OPEN)
 
+    def moved(self, home: int) -> Episode:
+        """This episode with another home."""
+        earlier = tuple(each.moved(home) for each in self.earlier)
+        return replace(self, home=home, earlier=earlier)
+
     def elsewhere(self, home: int) -> Episode:
         """What the other ranks know of an episode whose home is ``home``."""
-        return replace(self, home=home, tokens=None, result=None)
+        earlier = tuple(each.elsewhere(home) for each in self.earlier)
+        return replace(self, home=home, tokens=None, result=None, earlier=earlier)
 
     def with_experts(self, experts: Tensor) -> Episode:
         """This episode with the experts that its tokens were routed to."""

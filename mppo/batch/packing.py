@@ -17,7 +17,8 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
     """Concatenate the episodes that this rank holds on one token axis.
 
     Args:
-        episodes: all B; they may have no tokens. One without a score scores 0.
+        episodes: all; they may have no tokens. One without a score scores 0. Each has one
+            sequence or several.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
             with fewer tokens than this. The slot repeats the stop token, which nothing reads.
             0: no end slots.
@@ -30,17 +31,19 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
     """
     if not episodes:
         raise InputError("a batch needs at least one episode")
-    stopped_B = torch.tensor([each.finish_reason == "stop" for each in episodes])
-    prompt_B = torch.tensor([len(each.prompt.token_ids) for each in episodes])
-    answer_B = torch.tensor([each.length for each in episodes])
-    inserted_B = torch.tensor([each.inserted for each in episodes])
+    owner_B = [number for number, each in enumerate(episodes) for _ in each.sequences]
+    sequences = [each for episode in episodes for each in episode.sequences]
+    stopped_B = torch.tensor([each.finish_reason == "stop" for each in sequences])
+    prompt_B = torch.tensor([len(each.prompt.token_ids) for each in sequences])
+    answer_B = torch.tensor([each.length for each in sequences])
+    inserted_B = torch.tensor([each.inserted for each in sequences])
     # the end slot repeats the stop token; mask, log-probability and version mark it as unread
     slots_B = (stopped_B & (answer_B > 0) & (answer_B < end_slots_below)).long()
     # every sequence is a run of prompt tokens, one of answer tokens and one of its end slot
     runs_B = torch.stack([prompt_B, answer_B, slots_B], 1)
     scores = [0.0 if each.score is None else each.score.score for each in episodes]
-    held = [each for each in episodes if each.tokens is not None]
-    numbers = [number for number, each in enumerate(episodes) if each.tokens is not None]
+    held = [each for each in sequences if each.tokens is not None]
+    numbers = [number for number, each in enumerate(sequences) if each.tokens is not None]
     held_H = torch.tensor(numbers, dtype=torch.int64)
     prompt_H, answer_H, slots_H = runs_B[held_H].unbind(1)
     lengths_H = runs_B[held_H].sum(1)
@@ -55,8 +58,9 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
         cu_seqlens=cu_seqlens,
         response_mask_T=mask_T,
         rollout_logprobs_T=_concatenate_logprobs(held, slots),
-        group_B=torch.tensor([each.prompt.uid for each in episodes], dtype=torch.int64),
-        scores_B=torch.tensor(scores, dtype=torch.float32),
+        group_B=torch.tensor([each.prompt.uid for each in sequences], dtype=torch.int64),
+        episode_B=torch.tensor(owner_B),
+        scores_B=torch.tensor([scores[owner] for owner in owner_B], dtype=torch.float32),
         truncated_B=~stopped_B,
         weight_version_T=_expand_versions(held, slots),
         routed_experts_T=_concatenate_routing(held, lengths_H.tolist()),
@@ -66,7 +70,7 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
         response_B=answer_B - inserted_B,
         end_B=slots_B,
         inserted_B=inserted_B,
-        home_B=torch.full((len(episodes),), -1, dtype=torch.int32),
+        home_B=torch.full((len(sequences),), -1, dtype=torch.int32),
         token_rewards_T=_spread_rewards(held, mask_T, answer.tolist()),
     )
 

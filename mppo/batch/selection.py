@@ -80,6 +80,19 @@ def concatenate_batches(batches: Sequence[Part]) -> Part:
         for field in fields(batches[0])
         if field.name.endswith(("_T", "_B")) and field.name != "digest_B"
     }
+    if isinstance(batches[0], Batch):
+        changes["episode_B"] = _joined_episodes([batch.episode_B for batch in batches])  # pyright: ignore[reportAttributeAccessIssue]
     if batches[0].digest_B is not None:
         changes["digest_B"] = torch.cat([sequence_digests(batch) for batch in batches])
     return replace(batches[0], cu_seqlens=cu_seqlens, held_H=held_H, **changes)
+
+
+def _joined_episodes(parts: Sequence[Tensor]) -> Tensor:
+    """``Batch.episode_B`` of several batches, whose episodes are different ones."""
+    found = []
+    first = 0
+    for episode_B in parts:
+        _, of_B = torch.unique(episode_B, return_inverse=True)
+        found.append(of_B + first)
+        first += int(of_B.max()) + 1 if len(of_B) else 0
+    return torch.cat(found)

@@ -29,18 +29,19 @@ def pack_at_home(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch
     """Pack episodes where their tokens are, see ``pack_episodes``.
 
     Args:
-        episodes: all B, scored.
+        episodes: all, scored.
         end_slots_below: see ``pack_episodes``.
 
     Returns:
-        The batch; each sequence's home is that of its episode.
+        The batch, with the sequences' homes.
     """
     batch = pack_episodes(episodes, end_slots_below)
     if group_size() == 1:
         return batch
-    home_B = torch.tensor([each.home for each in episodes], dtype=torch.int32)
-    # expert choices are used only if all episodes have them
-    reported = {each.routed and each.routed[1:] for each in episodes}
+    sequences = [each for episode in episodes for each in episode.sequences]
+    home_B = torch.tensor([each.home for each in sequences], dtype=torch.int32)
+    # expert choices are used only if all sequences have them
+    reported = {each.routed and each.routed[1:] for each in sequences}
     shape = (reported.pop() if len(reported) == 1 else None) or (0, 0)
     experts_T = batch.routed_experts_T
     if tuple(experts_T.shape[1:]) != shape:

@@ -30,7 +30,8 @@ from mppo.weights.hf.safetensors_file import read_header
 _HELD, _ENDS = "batch.held_H", "batch.cu_seqlens"
 _WHOLE = (
     "tokens_T", "cu_seqlens", "routed_experts_T", "held_H", "lengths_B", "response_B", "end_B",
-    "inserted_B", "home_B", "digest_B", "group_B", "weight_version_T",
+    "inserted_B", "home_B", "digest_B", "group_B", "episode_B",
+    "weight_version_T",
 )  # fmt: skip
 """Tensors of whole numbers; all others hold real numbers or truth values."""
 

@@ -103,14 +103,18 @@ def _sequences(header: StepDump, stale: str, shown: slice) -> Table:
     count, recipe = len(header.rows), header.recipe[:12]
     title = Text(f"step {header.step}: {count} sequences, recipe {recipe}{stale}")
     table = Table(title=title, title_justify="left")
-    for name in ("sequence", "prompt", "source", "ground truth", "end", "tokens", "score"):
-        side = "right" if name in ("sequence", "tokens", "score") else "left"
+    episodes = {row.episode for row in header.rows if row.episode is not None}
+    has_branches = 0 < len(episodes) < len(header.rows)
+    names = ["sequence", "prompt", "source", "ground truth", "end", "tokens", "score"]
+    for name in ["episode", *names] if has_branches else names:
+        side = "right" if name in ("episode", "sequence", "tokens", "score") else "left"
         table.add_column(name, overflow="fold", justify=side)
     for index, row in list(enumerate(header.rows))[shown]:
         tokens = str(sum(count for _, count in row.parts))
         cells = (row.prompt, row.data_source, row.ground_truth, row.finish_reason)
         texts = [Text(visible(cell[:200])) for cell in cells]
-        table.add_row(str(index), *texts, tokens, f"{row.score:.4g}")
+        numbers = [str(row.episode), str(index)] if has_branches else [str(index)]
+        table.add_row(*numbers, *texts, tokens, f"{row.score:.4g}")
     return table
 
 

@@ -56,6 +56,7 @@ class SequenceRow:
         token_total: sum of the rewards of its tokens, which are part of ``score``.
         answer: the answer in the response; None if nothing reads it.
         right: whether the response is right; None if the reward does not say so.
+        episode: place of the sequence's episode among the step's; None: each sequence is one.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -74,6 +75,7 @@ class SequenceRow:
     token_total: Finite = 0.0
     answer: str | None = None
     right: bool | None = None
+    episode: Count | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -17,6 +17,8 @@ from mppo.safety.input_error import InputError
 
 _REASONS = ("stop", "length", "abort", OPEN)
 _NO_EXPERTS = (-1, -1, -1)
+_OF_REQUEST = -1
+"""Stands for the number of a prompt's tokens where they are those of the request's prompt."""
 
 
 def gather_episodes(
@@ -37,33 +39,41 @@ def gather_episodes(
     Raises:
         InputError: on every rank, if a log-probability is not finite.
     """
-    everyone = all_gather_varlen(_table(mine), world)
+    everyone = all_gather_varlen(_table(mine, request), world)
     found: dict[int, Episode] = {}
     for home, table in enumerate(everyone):
         found.update(_read_table(table, request, home))
-    return {
-        key: replace(mine[key], home=each.home) if key in mine else each
-        for key, each in found.items()
-    }
+    return {key: mine[key].moved(each.home) if key in mine else each for key, each in found.items()}
 
 
-def _table(mine: Mapping[int, Episode]) -> Tensor:
+def _table(mine: Mapping[int, Episode], request: GenerationRequest) -> Tensor:
     """A rank's episodes without tokens as int64 numbers.
 
     The first log-probability that is not finite (whether there is one, key, version, bits); then
-    for each episode key, finish reason, shape of the experts, number of parts, and its parts.
+    for each episode its key, its number of sequences, and for each sequence what ``_sequence``
+    says.
     """
     numbers = [0, 0, 0, 0]
     for key, episode in mine.items():
-        logprobs = episode.here.logprobs
-        finite = logprobs.isfinite()
-        if not numbers[0] and not bool(finite.all()):
-            bits = logprobs[~finite][:1].view(torch.int32).item()
-            numbers[:4] = [1, key, episode.parts[-1][0], int(bits)]
-        shape, parts = episode.routed or _NO_EXPERTS, episode.parts
-        numbers += [key, _REASONS.index(episode.finish_reason), *shape, len(parts)]
-        numbers += [number for part in parts for number in part]
+        numbers += [key, len(episode.sequences)]
+        for sequence in episode.sequences:
+            logprobs = sequence.here.logprobs
+            finite = logprobs.isfinite()
+            if not numbers[0] and not bool(finite.all()):
+                bits = logprobs[~finite][:1].view(torch.int32).item()
+                numbers[:4] = [1, key, sequence.parts[-1][0], int(bits)]
+            numbers += _sequence(sequence, request.sample_at(key)[0])
     return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _sequence(sequence: Episode, prompt: Prompt) -> list[int]:
+    """A sequence without tokens: number of tokens before it, finish reason, shape of the experts,
+    number of parts, and its parts."""
+    own = torch.equal(sequence.prompt.token_ids, prompt.token_ids)
+    before = _OF_REQUEST if own else len(sequence.prompt.token_ids)
+    shape, parts = sequence.routed or _NO_EXPERTS, sequence.parts
+    reason = _REASONS.index(sequence.finish_reason)
+    return [before, reason, *shape, len(parts), *(number for part in parts for number in part)]
 
 
 def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, Episode]:
@@ -78,12 +88,20 @@ def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[in
         raise InputError(_not_finite(request.sample_at(key)[0], version, bits))
     found: dict[int, Episode] = {}
     for key in numbers:
-        reason, *shape, count = islice(numbers, 5)
-        parts = tuple((next(numbers), next(numbers)) for _ in range(count))
-        routed = None if tuple(shape) == _NO_EXPERTS else (shape[0], shape[1], shape[2])
-        prompt = request.sample_at(key)[0]
-        found[key] = Episode(prompt, parts, _REASONS[reason], home, routed)
+        prompt, count = request.sample_at(key)[0], next(numbers)
+        *earlier, last = [_read_sequence(numbers, prompt, home) for _ in range(count)]
+        found[key] = replace(last, earlier=tuple(earlier))
     return found
+
+
+def _read_sequence(numbers: Iterator[int], prompt: Prompt, home: int) -> Episode:
+    """The inverse of ``_sequence``; unknown tokens before the sequence are zeros."""
+    before, reason, *shape, count = islice(numbers, 6)
+    parts = tuple((next(numbers), next(numbers)) for _ in range(count))
+    routed = None if tuple(shape) == _NO_EXPERTS else (shape[0], shape[1], shape[2])
+    if before != _OF_REQUEST:
+        prompt = replace(prompt, token_ids=torch.zeros(before, dtype=torch.int32))
+    return Episode(prompt, parts, _REASONS[reason], home, routed)
 
 
 def _not_finite(prompt: Prompt, version: int, bits: int) -> str:

@@ -113,12 +113,15 @@ def normalize_scores(
 def _score_scale(
     batch: Batch, config: ScoreNormalizationConfig, reward_stats: RewardStats
 ) -> ScoreScale:
+    """The scale of each sequence's score: that of its episode."""
+    episodes = batch.episodes
+    scores_E = batch.scores_B[episodes.last_E]
     if config.mode == "given":
         return ScoreScale(config.mean, config.std)
     if config.mode == "batch":
-        return batch_scale(batch.scores_B)
+        return batch_scale(scores_E).at(episodes.of_B)
     if config.mode == "group":
-        return group_scale(batch.scores_B, batch.group_B)
+        return group_scale(scores_E, batch.group_B[episodes.last_E]).at(episodes.of_B)
     return reward_stats.scale()
 
 
@@ -149,10 +152,13 @@ def estimate(
     penalty_T = torch.zeros_like(mask_T)
     if algorithm.use_kl_in_reward:
         penalty_T = -kl_coef * reward_kl(outputs, algorithm)
-    outcome_H = batch.here(batch.scores_B) - sequence_sum(batch.token_rewards_T, cu_seqlens)
+    outcome_H = batch.here(batch.scores_B) - _token_totals(batch)
     rewards_T = penalty_T + batch.token_rewards_T
+    earlier_E = _rewards_of_earlier(batch, rewards_T)
     rewards_T = rewards_T + place_at_last(outcome_H, batch.value_mask_T, cu_seqlens)
-    advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
+    advantages_T, returns_T = _advantages(
+        outputs, algorithm, rewards_T, earlier_E, baseline_scores_B
+    )
     if algorithm.whitens:
         advantages_T = _whitened(advantages_T, batch, algorithm)
     correction = algorithm.rollout_correction
@@ -165,6 +171,30 @@ def estimate(
     if correction.bypass_mode:
         outputs = replace(outputs, logprobs_T=batch.rollout_logprobs_T, has_actor_logprobs=False)
     return Experience(outputs, rewards_T, advantages_T, returns_T, weight_T)
+
+
+def _token_totals(batch: Batch) -> Tensor:
+    """Sum of the token rewards of each held sequence's episode: float32 ``[H]``. Collective."""
+    total_H = sequence_sum(batch.token_rewards_T, batch.cu_seqlens)
+    episodes = batch.episodes
+    if not episodes.has_branches:
+        return total_H
+    total_E = episodes.sum(gather_of(batch).sequences(total_H))
+    return batch.here(total_E[episodes.of_B])
+
+
+def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
+    """Sum of the tokens' rewards in the earlier sequences of each episode: ``[E]``. Collective.
+
+    The reward of an episode is its score, which every sequence has, and the rewards of the tokens
+    of all its sequences.
+    """
+    episodes = batch.episodes
+    if not episodes.has_branches:
+        return torch.zeros(len(episodes.last_E))
+    total_B = gather_of(batch).sequences(sequence_sum(token_rewards_T, batch.cu_seqlens))
+    total_B[episodes.last_E] = 0.0
+    return episodes.sum(total_B)
 
 
 def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
@@ -199,9 +229,18 @@ def _advantages(
     outputs: Outputs,
     algorithm: AlgorithmConfig,
     rewards_T: Tensor,
+    earlier_E: Tensor,
     baseline_scores_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute unwhitened advantages and returns by the recipe's estimator."""
+    """Compute unwhitened advantages and returns by the recipe's estimator.
+
+    Args:
+        outputs: the batch with log-probabilities and values.
+        algorithm: the estimator.
+        rewards_T: float32 ``[T]``.
+        earlier_E: see ``_rewards_of_earlier``.
+        baseline_scores_B: see ``estimate``.
+    """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:
@@ -222,14 +261,16 @@ def _advantages(
         baseline_H = batch.here(baseline_scores_B).to(returns_T.dtype)
         baseline_T = expand_to_tokens(baseline_H, cu_seqlens)
         return (returns_T - baseline_T) * mask_T, returns_T
-    length_B = batch.response_B.to(mask_T.dtype)
+    episodes, length_B = batch.episodes, batch.response_B.to(mask_T.dtype)
     reward_B = gather_of(batch).sequences(sequence_sum(rewards_T, cu_seqlens))
     # the reward of an empty response is on no token
     outcome_B = torch.where(length_B > 0, reward_B, batch.scores_B)
     formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
     options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
-    advantage_B = formula(outcome_B, batch.group_B, length_B, options)
-    advantages_T = expand_to_tokens(batch.here(advantage_B), cu_seqlens) * mask_T
+    last_E = episodes.last_E
+    outcome_E = outcome_B[last_E] + earlier_E
+    advantage_E = formula(outcome_E, batch.group_B[last_E], episodes.sum(length_B), options)
+    advantages_T = expand_to_tokens(batch.here(advantage_E[episodes.of_B]), cu_seqlens) * mask_T
     return advantages_T, advantages_T
 
 

@@ -102,15 +102,20 @@ def dump_step(
 
 
 def _rows(rollout: Rollout) -> list[SequenceRow]:
-    baselines = rollout.baseline_B.tolist() or [None] * len(rollout.episodes)
+    rows = [
+        (number, episode, sequence)
+        for number, episode in enumerate(rollout.episodes)
+        for sequence in episode.sequences
+    ]
+    baselines = rollout.baseline_B.tolist() or [None] * len(rows)
     return [
         SequenceRow(
             uid=episode.prompt.uid,
             data_source=episode.prompt.data_source,
             prompt=episode.prompt.text,
             ground_truth=str(episode.prompt.ground_truth),
-            finish_reason=episode.finish_reason,
-            parts=episode.parts,
+            finish_reason=sequence.finish_reason,
+            parts=sequence.parts,
             score=episode.scored.score,
             baseline=baseline,
             numbers=episode.scored.numbers,
@@ -119,8 +124,9 @@ def _rows(rollout: Rollout) -> list[SequenceRow]:
             token_total=episode.scored.token_total,
             answer=episode.scored.answer,
             right=episode.scored.right,
+            episode=number,
         )
-        for episode, baseline in zip(rollout.episodes, baselines, strict=True)
+        for (number, episode, sequence), baseline in zip(rows, baselines, strict=True)
     ]
 
 
@@ -169,11 +175,12 @@ def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
 
 def _check_suits(run: Run, folder: Path, header: StepDump, episodes: list[Episode]) -> None:
     recipe, error = run.recipe, None
-    tokens = [each.here.ids for each in episodes if each.tokens is not None and each.length]
+    sequences = [each for episode in episodes for each in episode.sequences]
+    tokens = [each.here.ids for each in sequences if each.tokens is not None and each.length]
     largest = int(torch.cat(tokens).max()) if tokens else 0
     vocabulary = model_shape(run.roles.actor.hf_config).vocab
-    if len(header.rows) % recipe.rollout.n:
-        error = f"has {len(header.rows)} responses, not a multiple of rollout.n={recipe.rollout.n}"
+    if len(episodes) % recipe.rollout.n:
+        error = f"has {len(episodes)} responses, not a multiple of rollout.n={recipe.rollout.n}"
     elif largest >= vocabulary:
         error = f"has token {largest}, but the model has {vocabulary} tokens"
     elif needs_greedy_baseline(recipe.algorithm) and any(r.baseline is None for r in header.rows):
@@ -204,7 +211,7 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
     read = read_experience(folder, header.ranks, held)
     ends = cumulative(lengths_B[torch.tensor(held, dtype=torch.int64)]).tolist()
     batch = read.old.batch
-    episodes: list[Episode] = []
+    sequences: list[Episode] = []
     sizes = zip(batch.prompt_B.tolist(), batch.answer_B.tolist(), strict=True)
     where = dict(zip(held, ends))
     shape = batch.routed_experts_T.shape[1:]  # the same on every rank, also if it holds nothing
@@ -229,8 +236,19 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
                 _experts(batch.routed_experts_T[first:end]),
             )
         score = _score(row, rewards)
-        episodes.append(Episode(prompt, parts, row.finish_reason, home, routed, own, score=score))
-    return episodes
+        sequences.append(Episode(prompt, parts, row.finish_reason, home, routed, own, score=score))
+    return _joined(sequences, header.rows)
+
+
+def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[Episode]:
+    """The episodes of a dump's sequences; those of an episode follow each other."""
+    found: dict[int, list[Episode]] = {}
+    for number, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+        found.setdefault(number if row.episode is None else row.episode, []).append(sequence)
+    return [
+        replace(last, earlier=tuple(replace(each, score=None) for each in earlier))
+        for *earlier, last in found.values()
+    ]
 
 
 def _score(row: SequenceRow, token_rewards: Sequence[float]) -> ResponseScore:

@@ -128,7 +128,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
     rollout, sampling_metrics = collect_rollout(run, step)
-    run.reward_stats.merge(rollout.batch.scores_B)
+    run.reward_stats.merge(rollout.batch.scores_B[rollout.batch.episodes.last_E])
     batch, baseline_B = normalize_scores(
         rollout.batch, rollout.baseline_B, algorithm, run.reward_stats
     )

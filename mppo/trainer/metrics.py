@@ -51,11 +51,11 @@ def batch_metrics(
 def experience_metrics(experience: Experience) -> dict[str, float]:
     """Scores, rewards, advantages, returns, values, lengths, mismatch and objective.
 
-    ``critic/score/*`` and ``critic/rewards/*`` are over sequences (a sequence's reward is the sum
-    of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
+    ``critic/score/*`` are over episodes, ``critic/rewards/*`` over sequences (a sequence's reward
+    is the sum of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
     ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``.
     ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
-    ``log pi - log pi_ref`` and ``-log pi``, averaged over responses; ``objective/rlhf_reward`` is
+    ``log pi - log pi_ref`` and ``-log pi``, averaged over episodes; ``objective/rlhf_reward`` is
     ``objective/scores + objective/non_score_reward``.
 
     Collective.
@@ -68,13 +68,14 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         tokens.
     """
     outputs = experience.old
-    batch = outputs.batch
+    batch, episodes = outputs.batch, outputs.batch.episodes
+    scores_E = batch.scores_B[episodes.last_E]
     table = gather_table(gather_of(batch), _statistics(experience))
     length_B, reward_B = batch.response_B.double(), table["rewards"]
     moments = {name: merged_moments(x) for name, x in table.items() if x.dim() == 2}
     metrics: dict[str, float] = {}
     per_sequence = {
-        "critic/score": batch.scores_B,
+        "critic/score": scores_E,
         "critic/rewards": reward_B,
         "response_length": length_B,
         "prompt_length": batch.prompt_B,
@@ -95,11 +96,12 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     masked_fraction = table["zero_weights"].sum().item() / max(length_B.sum().item(), 1.0)
     metrics |= rollout_correction.weight_metrics(moments["weights"], masked_fraction)
     non_score_B = torch.where(present_B, reward_B - batch.scores_B, 0.0)
-    metrics["objective/kl"] = _mean(table["kl"])
-    metrics["objective/entropy"] = _mean(table["surprisal"])
-    metrics["objective/non_score_reward"] = _mean(non_score_B)
-    metrics["objective/scores"] = _mean(batch.scores_B)
-    metrics["objective/rlhf_reward"] = _mean(batch.scores_B + non_score_B)
+    non_score_E = episodes.sum(non_score_B)
+    metrics["objective/kl"] = _mean(episodes.sum(table["kl"]))
+    metrics["objective/entropy"] = _mean(episodes.sum(table["surprisal"]))
+    metrics["objective/non_score_reward"] = _mean(non_score_E)
+    metrics["objective/scores"] = _mean(scores_E)
+    metrics["objective/rlhf_reward"] = _mean(scores_E + non_score_E)
     metrics["val/num_eos_tokens"] = float((~batch.truncated_B & present_B).sum())
     return metrics
 
@@ -206,7 +208,7 @@ def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
         count = len(batch.group_B.unique())
         groups["critic/score/equal_groups"] = 1 - len(informative.unique()) / count
     return groups | {
-        "critic/raw_score/mean": batch.scores_B.mean().item(),
+        "critic/raw_score/mean": batch.scores_B[batch.episodes.last_E].mean().item(),
         "prompt_length/clip_ratio": (batch.prompt_B >= longest).float().mean().item(),
     }
 

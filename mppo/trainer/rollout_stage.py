@@ -57,7 +57,7 @@ class DynamicSampling:
 
     def __init__(self, recipe: Recipe) -> None:
         self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
-        self._n, self._has_agent = recipe.rollout.n, recipe.rollout.agent is not None
+        self._has_agent = recipe.rollout.agent is not None
         self._batches_left = self._filter.max_num_gen_batches if self._filter.enable else 1
         self._found: list[Rollout] = []
         self._informative = 0
@@ -81,8 +81,9 @@ class DynamicSampling:
         """Add a batch."""
         self._batches_left -= 1
         self._found.append(rollout)
-        groups = informative_sequences(rollout.batch.scores_B, rollout.batch.group_B)
-        self._informative += len(groups) // self._n
+        batch = rollout.batch
+        chosen = informative_sequences(batch.scores_B, batch.group_B)
+        self._informative += len(batch.group_B[chosen].unique())
 
     def result(self) -> tuple[Rollout, dict[str, float]]:
         """Return the data to train on and its metrics.
@@ -98,9 +99,9 @@ class DynamicSampling:
             return everything, metrics
         batch = everything.batch
         chosen = first_groups(batch.scores_B, batch.group_B, self._size)
-        places = chosen.tolist()
+        places = batch.episodes.of_B[chosen].unique()  # the same order as ``episodes``
         kept = Rollout(
-            [episodes[i] for i in places],
+            [episodes[i] for i in places.tolist()],
             select_batch(batch, chosen),
             everything.baseline_B[chosen] if len(everything.baseline_B) else everything.baseline_B,
             everything.greedy,
@@ -144,6 +145,7 @@ def roll_out(run: Run, step: int, last: bool) -> Rollout:
         show_errors(run.reporter, step, episodes + greedy)
         baseline_B = torch.tensor([each.scored.score for each in greedy])
         baseline_B = baseline_B.repeat_interleave(run.recipe.rollout.n)
+        baseline_B = baseline_B[batch.episodes.of_B] if greedy else baseline_B
         stop_request.sync()
     return Rollout(episodes, batch, baseline_B, greedy)
 

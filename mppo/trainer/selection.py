@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 def resample_experience(
     experience: Experience, algorithm: AlgorithmConfig, seed: int
 ) -> Experience:
-    """PF-PPO: draw as many sequences with replacement, by score, if the recipe enables it.
+    """PF-PPO: draw as many episodes with replacement, by score, if the recipe enables it.
 
     Args:
         experience: with advantages, which are resampled and not recomputed (verl).
@@ -26,10 +28,18 @@ def resample_experience(
     """
     if not algorithm.use_pf_ppo:
         return experience
-    config = algorithm.pf_ppo
-    scores_B = experience.old.batch.scores_B
-    weight_B = pf_ppo.resampling_weights(scores_B, config.reweight_method, config.weight_pow)
-    return select_experience(experience, pf_ppo.resample(weight_B, seed))
+    config, batch = algorithm.pf_ppo, experience.old.batch
+    episodes = batch.episodes
+    scores_E = batch.scores_B[episodes.last_E]
+    weight_E = pf_ppo.resampling_weights(scores_E, config.reweight_method, config.weight_pow)
+    drawn = pf_ppo.resample(weight_E, seed)
+    chosen = torch.tensor(episodes.sequences(drawn.tolist()))
+    selected = select_experience(experience, chosen)
+    sizes_E = torch.bincount(episodes.of_B, minlength=len(scores_E))
+    # an episode drawn twice is two episodes
+    episode_B = torch.arange(len(drawn)).repeat_interleave(sizes_E[drawn])
+    old = selected.old
+    return replace(selected, old=replace(old, batch=replace(old.batch, episode_B=episode_B)))
 
 
 def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:

@@ -119,20 +119,25 @@ class _MiniBatchTokens:
         cut: maps ``[T]`` of the batch to float32 ``[T]`` of the mini-batch.
         position_H: int64 ``[H]``, position of each sequence in the mini-batch.
         gather: of the mini-batch.
+        episode_B: int64 ``[B]``, place of the mini-batch's sequences' episodes among its episodes.
     """
 
     cu_seqlens: Tensor
     cut: Callable[[Tensor], Tensor]
     position_H: Tensor
     gather: Gather
+    episode_B: Tensor
 
-    def weights_T(self, mask_T: Tensor, count_B: Tensor, mode: str, scale: float = 1.0) -> Tensor:
+    def weights_T(self, mask_T: Tensor, count_E: Tensor, mode: str, scale: float = 1.0) -> Tensor:
         """Weight of each token in the mini-batch's loss."""
-        return aggregation_weights_T(mask_T, self.cu_seqlens, mode, scale, count_B)
+        count_H = count_E[self.episode_B[self.position_H]]
+        return aggregation_weights_T(mask_T, self.cu_seqlens, mode, scale, count_E, count_H)
 
     def counts(self, mask_T: Tensor) -> Tensor:
-        """Masked tokens of each sequence of the mini-batch: float32 ``[B]``. Collective."""
-        return self.gather.sequences(sequence_sum(mask_T, self.cu_seqlens))
+        """Masked tokens of each episode of the mini-batch: float32 ``[E]``. Collective."""
+        count_B = self.gather.sequences(sequence_sum(mask_T, self.cu_seqlens))
+        episodes = int(self.episode_B.max()) + 1 if len(self.episode_B) else 0
+        return count_B.new_zeros(episodes).index_add_(0, self.episode_B, count_B)
 
 
 GatherOf = Callable[[Sequence[int] | Tensor], tuple[Gather, Tensor]]
@@ -153,7 +158,9 @@ def _mini_batch_tokens(
     def cut(x_T: Tensor) -> Tensor:
         return select_sequences(x_T, batch.cu_seqlens, places).float()
 
-    return _MiniBatchTokens(select_cu_seqlens(batch.cu_seqlens, places), cut, position_H, gather)
+    cu_seqlens = select_cu_seqlens(batch.cu_seqlens, places)
+    _, episode_B = torch.unique(batch.episode_B[torch.as_tensor(indices)], return_inverse=True)
+    return _MiniBatchTokens(cu_seqlens, cut, position_H, gather, episode_B)
 
 
 def policy_targets(
@@ -201,13 +208,13 @@ def policy_targets(
     if loss.loss_mode == "gmpo":
         importance_T = sequence_geometric_mean(importance_T, mask_T, cu_seqlens)
     mode = "seq-mean-token-mean" if loss.loss_mode in SEQUENCE_LOSSES else actor.loss_agg_mode
-    scale, count_B = actor.loss_scale_factor or max_response_length, tokens.counts(mask_T)
+    scale, count_E = actor.loss_scale_factor or max_response_length, tokens.counts(mask_T)
     return PolicyTargets(
         cu_seqlens=cu_seqlens,
         mask_T=mask_T,
-        weight_T=tokens.weights_T(mask_T, count_B, mode, scale),
+        weight_T=tokens.weights_T(mask_T, count_E, mode, scale),
         importance_T=importance_T,
-        metric_weight_T=tokens.weights_T(mask_T, count_B, "token-mean"),
+        metric_weight_T=tokens.weights_T(mask_T, count_E, "token-mean"),
         old_logprobs_T=logprobs_T,
         ref_logprobs_T=cut(old.ref_logprobs_T),
         advantages_T=advantages_T,
@@ -226,12 +233,12 @@ def value_targets(
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
     cut = tokens.cut
     mask_T = cut(old.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
-    count_B = tokens.counts(mask_T)
+    count_E = tokens.counts(mask_T)
     return ValueTargets(
         cu_seqlens=tokens.cu_seqlens,
         mask_T=mask_T,
-        weight_T=tokens.weights_T(mask_T, count_B, critic.loss_agg_mode, max_response_length),
-        metric_weight_T=tokens.weights_T(mask_T, count_B, "token-mean"),
+        weight_T=tokens.weights_T(mask_T, count_E, critic.loss_agg_mode, max_response_length),
+        metric_weight_T=tokens.weights_T(mask_T, count_E, "token-mean"),
         old_values_T=cut(old.values_T),
         returns_T=cut(experience.returns_T),
     )

@@ -106,6 +106,7 @@ def _exchange(rank: int, world: int) -> None:
         home = index * index % world
         here = replace(made[index], home=home)
         assert each == (here if home == rank else here.elsewhere(home))
+    _exchange_sequences(rank, world, request)
     brought = [replace(each, home=rank) for each in made]
     assert _everywhere(episodes, world) == brought
     assert _everywhere(episodes[::-1] + episodes, world) == brought[::-1] + brought
@@ -125,6 +126,23 @@ def _exchange(rank: int, world: int) -> None:
         spoiled[6] = replace(mine[6], tokens=tokens)
     with pytest.raises(ValueError, match=r"nan in the response to prompt 6: .*version 5"):
         gather_episodes(mine | spoiled, request, world)
+
+
+def _exchange_sequences(rank: int, world: int, request: GenerationRequest) -> None:
+    """What ranks know of an episode of several sequences: all but their tokens."""
+    other = replace(_made(5).prompt, token_ids=torch.tensor([8, 9, 7], dtype=torch.int32))
+    earlier = replace(_made(5), prompt=other), _made(3)
+    whole = replace(_made(5), earlier=(earlier[0], replace(earlier[1], prompt=_made(5).prompt)))
+    last = world - 1
+    found = gather_episodes({5: whole} if rank == last else {}, request, world)[5]
+    if rank == last:
+        assert found == whole.moved(last)
+        assert {each.home for each in found.sequences} == {last}
+        return
+    unknown = replace(other, token_ids=torch.zeros(3, dtype=torch.int32))
+    first, second = (each.elsewhere(last) for each in whole.earlier)
+    known = replace(whole.elsewhere(last), earlier=(replace(first, prompt=unknown), second))
+    assert found == known
 
 
 def _take_up(rank: int, world: int, finished: list[Episode]) -> None:

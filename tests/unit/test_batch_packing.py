@@ -34,6 +34,21 @@ def test_packed_tokens_masks_log_probabilities_and_versions():
     assert [batch.response_mask_T.dtype, batch.rollout_logprobs_T.dtype] == [torch.float32] * 2
 
 
+def test_an_episode_of_several_sequences_is_packed_sequence_by_sequence():
+    summary = replace(PROMPT, token_ids=torch.tensor([4], dtype=torch.int32))
+    left = Episode.sampled(summary, EpisodeTokens((1, 2), (-1.0, -1.0)), "stop", 2)
+    whole = replace(STOPPED, earlier=(EMPTY, left), score=ResponseScore(1.0))
+    batch = pack_episodes([replace(CUT, score=ResponseScore(0.5)), whole])
+    assert batch.tokens_T.tolist() == [5, 6, 9, 8, 7, 6, 5, 4, 1, 2, 5, 6, 7, 8, 9]
+    assert batch.lengths_B.tolist() == [6, 1, 3, 5]
+    assert batch.episode_B.tolist() == [0, 1, 1, 1]
+    assert batch.scores_B.tolist() == [0.5, 1.0, 1.0, 1.0]
+    index = batch.episodes
+    assert (index.has_branches, index.last_E.tolist()) == (True, [0, 3])
+    assert index.sum(batch.response_B).tolist() == [4, 5]
+    assert index.sequences([1, 0]) == [1, 2, 3, 0]
+
+
 def test_values_of_an_episode_are_tensors_whatever_they_were_made_of():
     assert STOPPED.here.ids.dtype == PROMPT.token_ids.dtype == torch.int32
     assert STOPPED.here.logprobs.dtype == torch.float32

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from random_outputs import outputs_of
 
+from mppo.batch.batch import Batch
 from mppo.batch.selection import concatenate_batches, select_batch, select_experience
 from mppo.config.sections.algorithm import (
     AlgorithmConfig,
@@ -25,6 +28,28 @@ def test_pf_ppo_resamples_complete_sequences():
     assert drawn.old.batch.scores_B.tolist() == [9.0] * 4
     expected = experience.advantages_T[-3:].repeat(4)
     torch.testing.assert_close(drawn.advantages_T, expected)
+
+
+def _of_episodes(batch: Batch, *episodes: int) -> Batch:
+    return replace(batch, episode_B=torch.tensor(episodes))
+
+
+def test_pf_ppo_draws_episodes_with_all_their_sequences():
+    outputs = outputs_of([3, 4, 5, 2], scores=[9.0, 9.0, 9.0, 0.0])
+    outputs = replace(outputs, batch=_of_episodes(outputs.batch, 0, 0, 0, 1))
+    experience = estimate(outputs, AlgorithmConfig(), 0)
+    algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
+    drawn = resample_experience(experience, algorithm, seed=1)
+    assert drawn.old.batch.episode_B.tolist() == [0, 0, 0, 1, 1, 1], "drawn twice: two episodes"
+    assert drawn.old.batch.response_B.tolist() == [3, 4, 5, 3, 4, 5]
+
+
+def test_joined_batches_have_different_episodes():
+    batch = estimate(outputs_of([3, 0, 5]), AlgorithmConfig(), 0).old.batch
+    some = _of_episodes(batch, 7, 7, 9)
+    joined = concatenate_batches([select_batch(some, [0, 1]), some, select_batch(some, [2])])
+    assert joined.episode_B.tolist() == [0, 0, 1, 1, 2, 3]
+    assert joined.episodes.last_E.tolist() == [1, 3, 4, 5]
 
 
 def test_selecting_and_concatenating_batches():

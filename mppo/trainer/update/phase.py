@@ -239,14 +239,19 @@ class UpdatePhase:
         return stated
 
     def _mini_batches(self, size: int, section: ActorConfig | CriticConfig) -> list[list[int]]:
-        """Sequence indices of every mini-batch of every epoch; ``size`` is in prompts."""
-        sequences = list(range(self.experience.old.batch.num_sequences))
+        """Sequence indices of every mini-batch of every epoch; ``size`` is in prompts.
+
+        The sequences of an episode are in one mini-batch.
+        """
+        index = self.experience.old.batch.episodes
+        episodes = list(range(len(index.last_E)))
         per_mini_batch = size * self._roles.recipe.rollout.n
         shuffler = random.Random(self._roles.recipe.trainer.seed + self.step)
         chosen = []
         for _ in range(section.ppo_epochs):
-            order = shuffler.sample(sequences, len(sequences)) if section.shuffle else sequences
-            chosen += [order[i : i + per_mini_batch] for i in range(0, len(order), per_mini_batch)]
+            order = shuffler.sample(episodes, len(episodes)) if section.shuffle else episodes
+            parts = [order[i : i + per_mini_batch] for i in range(0, len(order), per_mini_batch)]
+            chosen += [index.sequences(part) for part in parts]
         return chosen
 
     def _step(self, updates: Sequence[RoleUpdate], mini_batch: int) -> None:
