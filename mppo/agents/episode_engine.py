@@ -145,7 +145,10 @@ class EpisodeEngine:
         ids = prompt.token_ids.tolist()
         session = sessions.open(opening_of(prompt), token_ids=ids)
         queue.name(session.id, prompt.uid, sample)
-        access, limit_s = EpisodeAccess(session.base_url, session.key), self._config.max_seconds
+        access, limit_s = (
+            EpisodeAccess(session.base_url, session.anthropic_url, session.key),
+            self._config.max_seconds,
+        )
         result = failed("it was cancelled")
         try:
             work = self._program.run(access, task_of(prompt))

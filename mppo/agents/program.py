@@ -32,10 +32,12 @@ class EpisodeAccess:
 
     Args:
         base_url: for clients of OpenAI.
+        anthropic_url: for clients of Anthropic.
         api_key: of the session.
     """
 
     base_url: str
+    anthropic_url: str
     api_key: str
 
     @property
@@ -44,7 +46,7 @@ class EpisodeAccess:
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
             "ANTHROPIC_API_KEY": self.api_key,
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mppo.config.errors import ConfigError
+from mppo.data.chat_renderer import ChatRenderer
 from mppo.data.chat_template import render_each
 from mppo.hub.tokenizing import tokens_of
 from mppo.safety.input_error import InputError
@@ -25,10 +26,13 @@ class TurnText:
 
     Args:
         tokenizer: the policy's.
+        renderer: renders messages; None: each call starts a process, which takes seconds.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer | None = None
+    ) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
         self._anchors = self._usable_anchors()
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
@@ -114,4 +118,6 @@ class TurnText:
                 "rollout.agent: the agent returned messages, but the tokenizer has no chat "
                 "template; return a text, or use a tokenizer with a chat template"
             )
+        if self._renderer is not None:
+            return self._renderer.render_each(conversations)
         return render_each(self._tokenizer, conversations, "rollout.agent")

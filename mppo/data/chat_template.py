@@ -26,7 +26,7 @@ limit, to which ten times the processor time is added."""
 MEMORY_MB, MAX_CHARACTERS = 1024, 4 << 20
 """Memory of the process in MiB, to which a part for the prompts is added, and characters of one
 rendered prompt."""
-_CHILD = Path(__file__).with_name("chat_template_child.py")
+CHILD = Path(__file__).with_name("chat_template_child.py")
 
 
 def render_with(
@@ -48,9 +48,9 @@ def render_with(
     Raises:
         ConfigError: the tokenizer has no chat template, or see :func:`render`.
     """
-    template = _template(tokenizer, key)
+    template = template_of(tokenizer, key)
     if template == CHAT_TEMPLATE:
-        return _render_builtin(tokenizer, conversations, add_generation_prompt)
+        return rendered_builtin(tokenizer, conversations, add_generation_prompt)
     variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
     if tools:
         variables["tools"] = list(tools)
@@ -65,10 +65,10 @@ def render_each(
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
-    template = _template(tokenizer, key)
+    template = template_of(tokenizer, key)
     if template == CHAT_TEMPLATE:
-        return list(_render_builtin(tokenizer, conversations, True))
-    job = _job(template, tokenizer.special_tokens_map, True)
+        return list(rendered_builtin(tokenizer, conversations, True))
+    job = template_job(template, tokenizer.special_tokens_map, True)
     found: list[str | ConfigError] = []
     while len(found) < len(conversations):
         texts, killed = _in_child(job, conversations[len(found) :], key, keep_going=True)
@@ -78,7 +78,12 @@ def render_each(
     return found
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+def template_of(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+    """The chat template of a tokenizer.
+
+    Raises:
+        ConfigError: it has none, or several without a default.
+    """
     if not tokenizer.chat_template:
         fix = f"set {key}=false, or use a tokenizer with one"
         raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
@@ -89,7 +94,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
         raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
 
 
-def _render_builtin(
+def rendered_builtin(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], ask: bool
 ) -> list[str]:
     """Render with the embedded models' template, which needs no limits."""
@@ -123,7 +128,7 @@ def render(
         ConfigError: the template fails, exceeds a limit of time or memory, or renders a text of
             more than ``MAX_CHARACTERS``.
     """
-    job = _job(template, variables, add_generation_prompt)
+    job = template_job(template, variables, add_generation_prompt)
     found, killed = _in_child(job, conversations, key, keep_going=False)
     texts = [text for text in found if isinstance(text, str)]
     for text in found:
@@ -134,7 +139,8 @@ def render(
     return texts
 
 
-def _job(template: str, variables: Mapping[str, Any], ask: bool) -> dict[str, Any]:
+def template_job(template: str, variables: Mapping[str, Any], ask: bool) -> dict[str, Any]:
+    """What the process needs besides conversations and limits."""
     return {
         "path": sys.path,
         "template": template,
@@ -167,7 +173,7 @@ def _in_child(
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             ended = subprocess.run(
-                [sys.executable, "-I", str(_CHILD)],
+                [sys.executable, "-I", str(CHILD)],
                 input=text.encode(),
                 stdout=output,
                 stderr=errors,
@@ -175,15 +181,13 @@ def _in_child(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            killed = _template_error(key, f"is not done after {limit:.0f} s")
+            killed = template_error(key, f"is not done after {limit:.0f} s")
         else:
             errors.seek(0)
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             code = ended.returncode
             why = f"exit code {code}, {last}" if last else f"killed by {-code}"
-            killed = _template_error(
-                key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})"
-            )
+            killed = template_error(key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})")
         output.seek(0)
         return _texts(output, key), killed
 
@@ -199,11 +203,12 @@ def _texts(lines: Iterable[bytes], key: str) -> list[str | ConfigError]:
             text = {"error": f"renders an invalid text: {error}"}
         else:
             text = text if isinstance(text, str) else {"error": f"fails: {text['error']}"}
-        texts.append(text if isinstance(text, str) else _template_error(key, text["error"]))
+        texts.append(text if isinstance(text, str) else template_error(key, text["error"]))
     return texts
 
 
-def _template_error(key: str, why: str) -> ConfigError:
+def template_error(key: str, why: str) -> ConfigError:
+    """The error of a template."""
     fix = f"set {key}=false, or use a tokenizer with another template"
     issue = ConfigIssue(key, True, f"the tokenizer's chat template {why}", fix)
     return ConfigError([issue], source="data")

@@ -58,7 +58,7 @@ class PolicyGenerator:
         every = max(1, round(1 / self.stop_share))
         eos = self.tokenizer.eos_token_id
         self._stops = torch.tensor(sorted({eos, *range(7, len(self.tokenizer), every)}))
-        self._waiting: list[_Waiting] = []
+        self.waiting: list[_Waiting] = []
         self._drawn = 0
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
@@ -67,7 +67,7 @@ class PolicyGenerator:
         mine = _Waiting(
             session, tuple(token_ids), min(max_tokens, self.longest), loop.create_future()
         )
-        self._waiting.append(mine)
+        self.waiting.append(mine)
         try:
             await asyncio.sleep(self.delay_s)
             if not mine.answer.done():
@@ -75,12 +75,12 @@ class PolicyGenerator:
             return await mine.answer
         except asyncio.CancelledError:
             self.aborted += 1
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            if mine in self.waiting:
+                self.waiting.remove(mine)
             raise
 
     def _sample_waiting(self) -> None:
-        rows, self._waiting = sorted(self._waiting, key=lambda row: len(row.given)), []
+        rows, self.waiting = sorted(self.waiting, key=lambda row: len(row.given)), []
         numbers = torch.arange(self._drawn, self._drawn + len(rows))
         self._drawn += len(rows)
         found = decode(

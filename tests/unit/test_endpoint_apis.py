@@ -12,7 +12,9 @@ import pytest
 from open_endpoint import assert_exact, open_endpoint
 from policy_generator import DictatedGenerator, PolicyGenerator
 
+from mppo.agents.endpoint.messages import read_messages
 from mppo.agents.endpoint.tool_calls import parse_hermes, tool_parser
+from mppo.data.chat_template import render_with
 from mppo.safety.input_error import InputError
 
 USER = {"role": "user", "content": "2+3="}
@@ -20,6 +22,18 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
+HERMES_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' and not loop.previtem.role in ('assistant', 'tool') %}"
+    "{{ raise_exception('no call before') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>"
+    "{% endfor %}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def in_a_loop(function):
@@ -74,6 +88,33 @@ async def test_a_tool_is_called_and_its_result_continues_the_turn():
         answer = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
         assert answer.choices[0].finish_reason == "stop"
         await one_leaf(running, session)
+
+
+@in_a_loop
+async def test_with_a_real_template_a_continuation_is_the_whole_conversation_rendered():
+    """Tools, calls and results as the template writes them; no token differs from one rendering."""
+    generator = dictated(CALL, "It is 5.", "Yes.")
+    tokenizer = generator.tokenizer
+    tokenizer.chat_template = HERMES_TEMPLATE
+    async with open_endpoint(generator) as running:
+        session = running.sessions.open()
+        client, messages = running.client(session), [{"role": "system", "content": "Be."}, USER]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message
+            expected = render_with(tokenizer, [read_messages(messages)], "key", tools=TOOLS)[0]
+            whole = tokenizer(expected, add_special_tokens=False)["input_ids"]
+            assert list(generator.sampled[-1].given) == whole
+            said = {"role": "user", "content": "sure?"}
+            if message.tool_calls:
+                call_id = message.tool_calls[0].id
+                said = {"role": "tool", "tool_call_id": call_id, "content": "5"}
+            messages = [*messages, message.model_dump(exclude_none=True), said]
+        await one_leaf(running, session)
+        refused = [USER, {"role": "tool", "content": "5"}]
+        client = running.client(running.sessions.open())
+        with pytest.raises(openai.BadRequestError, match="no call before"):
+            await client.chat.completions.create(model="m", messages=refused)
 
 
 @in_a_loop

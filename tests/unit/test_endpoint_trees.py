@@ -200,7 +200,6 @@ def test_random_episodes_hold_exactly_what_was_sampled(block):
 
             await asyncio.gather(*(lives() for _ in range(AT_ONCE)))
             assert not len(running.sessions)
-            assert generator.aborted
 
     asyncio.run(run())
     assert min(did.values()) > TREES // 40, did

@@ -84,10 +84,10 @@ class Calls:
         leaves = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({call.task, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            if leaves.done():
+                raise ClientGone
             if call.task.cancelled():
                 raise ended()
-            if not call.task.done():
-                raise ClientGone
             reply = call.task.result()
             call.is_read = True
             return reply

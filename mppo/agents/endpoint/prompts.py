@@ -12,7 +12,7 @@ from mppo.agents.conversation import Message
 from mppo.agents.endpoint.refusal import invalid
 from mppo.agents.turn_text import TurnText
 from mppo.config.errors import ConfigError
-from mppo.data.chat_template import render_with
+from mppo.data.chat_renderer import ChatRenderer
 from mppo.hub.tokenizing import tokens_of
 from mppo.safety.input_error import InputError
 
@@ -27,7 +27,12 @@ class PromptText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._turn_text = tokenizer, TurnText(tokenizer)
+        self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer, _KEY)
+        self._turn_text = TurnText(tokenizer, self._renderer)
+
+    def close(self) -> None:
+        """End the process that renders."""
+        self._renderer.close()
 
     @property
     def vocabulary(self) -> int:
@@ -48,8 +53,8 @@ class PromptText:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         try:
-            texts = render_with(self._tokenizer, [messages], _KEY, tools=tools)
-            return tokens_of(self._tokenizer, texts, special=False)[0]
+            text = self._renderer.render(messages, tools)
+            return tokens_of(self._tokenizer, [text], special=False)[0]
         except ConfigError as error:
             raise invalid("; ".join(issue.why for issue in error.issues), "messages") from None
 

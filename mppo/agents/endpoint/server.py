@@ -38,7 +38,8 @@ except ImportError as missing:
 
 _BODY_S = 60.0
 """Seconds in which a client must send the body of a request."""
-_STOP_S = 2
+_IDLE_S, _STOP_S = 3600, 2
+"""Seconds in which a client may send its next request, and in which open connections must end."""
 _RETRY_COUNT, _IDEMPOTENT = "x-stainless-retry-count", "idempotency-key"
 
 ApiAnswer = Callable[[Session, Mapping[str, Any]], Coroutine[Any, Any, HttpReply]]
@@ -91,7 +92,9 @@ class Endpoint:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",
             access_log=False,
+            timeout_keep_alive=_IDLE_S,
             server_header=False,
             timeout_graceful_shutdown=_STOP_S,
         )

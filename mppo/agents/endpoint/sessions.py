@@ -6,7 +6,7 @@ import hmac
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -86,6 +86,7 @@ class Sessions:
         messages: Sequence[Message] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         token_ids: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
     ) -> Session:
         """Open a session.
 
@@ -94,6 +95,7 @@ class Sessions:
             tools: schemas of the tools in the prompt.
             token_ids: the prompt's tokens: those of a first request with exactly these messages
                 and tools.
+            sampling: of this session, for example in validation; None: that of training.
 
         Raises:
             Refusal: too many sessions are open.
@@ -101,7 +103,8 @@ class Sessions:
         if len(self._open) >= self.policy.limits.sessions:
             raise Refusal(429, f"{len(self._open)} sessions are open: close some")
         name, key = secrets.token_hex(16), f"sk-{secrets.token_urlsafe(24)}"
-        session = Session(name, key, f"{self.url}/sessions/{name}/v1", self.policy)
+        policy = replace(self.policy, sampling=sampling or self.policy.sampling)
+        session = Session(name, key, f"{self.url}/sessions/{name}/v1", policy)
         if messages and token_ids is not None:
             session.knows(read_messages(messages), read_tools(tools), token_ids)
         self._open[name] = self._by_key[key] = session
@@ -138,6 +141,7 @@ class Sessions:
         """Answer no more requests; the records stay until they are taken."""
         for session in list(self._open.values()):
             await session.end()
+        self.policy.prompts.close()
 
     def session(self, session_id: str, token: str | None = None) -> Session:
         """The session of an id.
