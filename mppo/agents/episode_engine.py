@@ -23,6 +23,7 @@ from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.agent import AgentConfig
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rewards.response import describe
 from mppo.rollout.engine import GenerationRequest, RolloutEngine
@@ -61,10 +62,13 @@ class EpisodeEngine:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self._engine, self._program, self._tokenizer = engine, program, tokenizer
-        self._config, self._parse_tools = config, tool_parser(config.tool_format)
-        self._limits = Limits(context_tokens=tokens, turns=config.max_turns)
+        self._engine, self._program, self._config = engine, program, config
         self._rank, self._world = rank, world
+        self._queue = TurnQueue()
+        limits = Limits(context_tokens=tokens, turns=config.max_turns)
+        parse = tool_parser(config.tool_format)
+        self._sessions = Sessions(tokenizer, self._queue, limits, parse_tools=parse)
+        self._endpoint = Endpoint(self._sessions)
         # one loop for all requests: the agents' processes live on between them
         self._loop = asyncio.new_event_loop()
 
@@ -109,24 +113,22 @@ class EpisodeEngine:
         Raises:
             StepInterrupted: a stop of the run is due.
         """
-        queue = TurnQueue(turns, request.sampling, request.seed)
-        sessions = Sessions(
-            self._tokenizer, queue, self._limits, request.sampling, self._parse_tools
-        )
-        endpoint, found = Endpoint(sessions), dict[int, Episode]()
+        found, queue = dict[int, Episode](), self._queue
         free = asyncio.Semaphore(self._config.max_concurrent)
 
         async def run(place: int) -> None:
             prompt, sample = request.sample_at(place)
             async with free:
-                episode = await self._run(sessions, queue, prompt, sample)
+                episode = await self._run(prompt, sample, request.sampling)
             if not queue.lost.is_set():
                 found[place] = episode
                 if request.on_response is not None:
                     request.on_response([place], [episode])
 
-        await endpoint.start()
+        if not self._endpoint.url:
+            await self._endpoint.start()
         await self._program.start()
+        queue.begin(turns, request.sampling, request.seed)
         tasks = [asyncio.create_task(run(place)) for place in places]
         try:
             await _wait(tasks, queue.lost)
@@ -134,17 +136,14 @@ class EpisodeEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await queue.close()
-            await endpoint.stop()
+            await queue.end()
         return found
 
-    async def _run(
-        self, sessions: Sessions, queue: TurnQueue, prompt: Prompt, sample: int
-    ) -> Episode:
+    async def _run(self, prompt: Prompt, sample: int, sampling: SamplingConfig) -> Episode:
         """Run an episode to its end."""
-        ids = prompt.token_ids.tolist()
-        session = sessions.open(opening_of(prompt), token_ids=ids)
-        queue.name(session.id, prompt.uid, sample)
+        ids, sessions = prompt.token_ids.tolist(), self._sessions
+        session = sessions.open(opening_of(prompt), token_ids=ids, sampling=sampling)
+        self._queue.name(session.id, prompt.uid, sample)
         access, limit_s = (
             EpisodeAccess(session.base_url, session.anthropic_url, session.key),
             self._config.max_seconds,
@@ -193,6 +192,7 @@ class EpisodeEngine:
         """Stop the engine, and every process of the agent."""
         if not self._loop.is_closed():
             self._loop.run_until_complete(self._program.stop())
+            self._loop.run_until_complete(self._endpoint.stop())
             self._loop.close()
         self._engine.stop()
 
