@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import re
 import warnings
 
 import pytest
@@ -92,7 +93,12 @@ def overrides_of(row: dict[str, str]) -> list[str]:
     settings.append(f"actor.use_kl_loss={str(place in ('loss', 'both')).lower()}")
     if place != "none":
         settings += [f"algorithm.kl_penalty={kind}", f"actor.kl_loss_type={kind}"]
-    return [*settings, f"algorithm.rollout_correction.{row['correction']}"]
+    correction = f"algorithm.rollout_correction.{row['correction']}"
+    if row["actor.policy_loss.loss_mode"] == "dis":
+        # its ratio to the engine is the correction; rejections may be added
+        settings.append("algorithm.rollout_correction.bypass_mode=true")
+        correction = re.sub("rollout_is=.*", "rollout_is=off", correction)
+    return [*settings, correction]
 
 
 def _warm_up(run, critic) -> dict[str, object]:

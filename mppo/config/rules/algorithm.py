@@ -24,6 +24,27 @@ def bypass_corrects_already(context: RuleContext) -> Iterator[ConfigIssue]:
         )
 
 
+@rule("actor.policy_loss", "algorithm.rollout_correction")
+def dis_compares_with_the_engine(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The ratio of ``dis`` is that of the current policy to the engine's."""
+    loss_mode = context.recipe.actor.policy_loss.loss_mode
+    if loss_mode == "dis" and not context.recipe.algorithm.rollout_correction.bypass_mode:
+        key = "algorithm.rollout_correction.bypass_mode"
+        why = "actor.policy_loss.loss_mode = dis takes the ratio to the engine's probabilities"
+        yield ConfigIssue(key, False, why, "set it to true, or choose another loss")
+
+
+@rule("actor.policy_loss", "actor.clip_ratio", "actor.clip_ratio_low")
+def dis_masks_below_one(context: RuleContext) -> Iterator[ConfigIssue]:
+    """No ratio lies at or below ``1 - low`` if low is 1 or more: nothing would be masked there."""
+    actor = context.recipe.actor
+    name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    low = getattr(actor, name)
+    if actor.policy_loss.loss_mode == "dis" and low >= 1:
+        why = "1 - this is not above 0: no ratio is small enough for dis to mask"
+        yield ConfigIssue(f"actor.{name}", low, why, "choose a number below 1 (SAO: 0.3)")
+
+
 @rule("algorithm.rollout_correction")
 def veto_is_a_small_ratio(context: RuleContext) -> Iterator[ConfigIssue]:
     """A veto of 1 or more would drop sequences on which actor and engine agree."""

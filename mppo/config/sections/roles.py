@@ -62,9 +62,11 @@ class PolicyLossConfig(Section):
     """The policy loss and the options of single losses."""
 
     loss_mode: Literal[
-        "vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
+        "vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
     ] = "vanilla"
-    """The policy loss; ``vanilla`` is PPO's clipped loss. docs/algorithms.md has the formulas."""
+    """The policy loss; ``vanilla`` is PPO's clipped loss. ``dis`` (SAO) takes the ratio to the
+    engine: it needs ``algorithm.rollout_correction.bypass_mode``. docs/algorithms.md has the
+    formulas."""
     tau_pos: float = Field(default=1.0, gt=0)
     """SAPO: temperature where the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)

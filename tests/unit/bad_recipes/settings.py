@@ -130,6 +130,11 @@ SETTINGS = [
      "no effect"),
     ("a correction bound nobody uses", "algorithm.rollout_correction.rollout_is_lower=0.5",
      "algorithm.rollout_correction.rollout_is_lower", "no effect"),
+    ("SAO's loss against the actor's own pass", "actor.policy_loss.loss_mode=dis",
+     "algorithm.rollout_correction.bypass_mode", "takes the ratio to the engine's"),
+    ("SAO's loss without a lower side", "actor.policy_loss.loss_mode=dis "
+     "algorithm.rollout_correction.bypass_mode=true actor.clip_ratio_low=1.0",
+     "actor.clip_ratio_low", "no ratio is small enough"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
