@@ -283,8 +283,10 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
             )
         upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
         weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
-        if correction.rollout_is_mode == "mask":
+        if correction.rollout_is_mode != "truncate":
             weight_T = icepop(weight_T, upper, 1.0 / upper if lower is None else lower)
+            if correction.rollout_is_mode == "indicator":
+                weight_T = (weight_T > 0).to(mask_T.dtype)
         else:
             weight_T = truncate_weights(weight_T, upper, lower)
         if correction.rollout_is_batch_normalize:

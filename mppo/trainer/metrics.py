@@ -28,6 +28,8 @@ from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.trainer.selection import informative_sequences
 
+_ROUNDING = 1e-5
+"""Share of the largest return or error within which returns count as equal."""
 _ALL_RANKS, _HIGHEST = 32, 8
 """Most ranks that have metrics of their own each, and how many have them where there are more."""
 
@@ -53,7 +55,8 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
     ``critic/score/*`` and ``critic/rewards/*`` are over sequences (a sequence's reward is the sum
     of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
-    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``.
+    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``; absent if all
+    returns are equal.
     ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
     ``log pi - log pi_ref`` and ``-log pi``, averaged over responses; ``objective/rlhf_reward`` is
     ``objective/scores + objective/non_score_reward``.
@@ -83,7 +86,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         metrics |= _mean_max_min(name, values)
     for name in ("advantages", "returns", "values"):
         metrics |= _moment_metrics(f"critic/{name}", moments[name])
-    metrics["critic/vf_explained_var"] = explained_variance(moments["errors"], moments["returns"])
+    explained = explained_variance(moments["errors"], moments["returns"])
+    if explained is not None:
+        metrics["critic/vf_explained_var"] = explained
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
     metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
@@ -132,13 +137,20 @@ def _statistics(experience: Experience) -> dict[str, Tensor]:
     return table
 
 
-def explained_variance(errors: Moments, returns: Moments) -> float:
+def explained_variance(errors: Moments, returns: Moments) -> float | None:
     """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl).
 
     Args:
         errors: moments of ``returns - values``.
         returns: moments of the returns.
+
+    Returns:
+        None where it is undefined: there are fewer than two returns, or all are equal but for
+        rounding (returns are computed as advantages plus values, in float32).
     """
+    largest = max(abs(x) for each in (returns, errors) for x in (each.max, each.min))
+    if returns.count < 2 or returns.max - returns.min <= _ROUNDING * largest:
+        return None
     return 1.0 - errors.var() / (returns.var() + 1e-5)
 
 

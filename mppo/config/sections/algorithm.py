@@ -50,10 +50,11 @@ class RolloutCorrectionConfig(Section):
     rollout_is_threshold: float = Field(default=2.0, gt=0)
     """Upper bound of the importance weights."""
     rollout_is_lower: float | None = Field(default=None, gt=0)
-    """Lower bound of the importance weights. null: none with ``truncate``, 1 / threshold with
-    ``mask``."""
-    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """For weights outside the bounds: clip them, or set them to 0 (IcePop)."""
+    """Lower bound of the importance weights. null: none with ``truncate``, otherwise 1 /
+    threshold."""
+    rollout_is_mode: Literal["truncate", "mask", "indicator"] = "truncate"
+    """For weights outside the bounds: clip them, or set them to 0 (IcePop). ``indicator``: 1 inside
+    the bounds and 0 outside (MIS-PO)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: Literal[
