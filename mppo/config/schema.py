@@ -99,6 +99,7 @@ class Recipe(Section):
             "critic.path" if critic.path else "model.path",
             optim=critic.optim,
             router_replay=critic.router_replay,
+            freeze=critic.freeze,
             value_head_init=critic.value_head_init,
             seed=self.trainer.seed,
         )

@@ -30,6 +30,7 @@ class RoleConfig:
         temperature: log-probabilities are those of softmax(logits / temperature).
         optim: settings of its optimizer; None for a frozen role.
         router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
+        freeze: regular expressions over Hugging Face names of parameters that are not trained.
         ema_decay: decay of the moving average of the weights; None: no average.
         value_head_init: distribution of a value head that the model lacks.
         seed: seed of that value head.
@@ -45,6 +46,7 @@ class RoleConfig:
     temperature: float = 1.0
     optim: OptimConfig | None = None
     router_replay: Replay = "off"
+    freeze: tuple[str, ...] = ()
     ema_decay: float | None = None
     value_head_init: ValueHeadInit = "inverse_hidden"
     seed: int = 0

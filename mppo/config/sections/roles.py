@@ -151,6 +151,9 @@ class CriticConfig(BatchingConfig):
     """Passes over each batch."""
     shuffle: bool = False
     """Shuffle the batch's sequences in every epoch before the cut into mini-batches."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions; parameters in whose Hugging Face names one of them occurs are not
+    trained and have neither gradients nor optimizer states (SAO: [self_attn], the attention)."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
     """Clip range of the value around the old value. null: no clipping."""
     value_loss_coef: float = Field(default=1.0, gt=0)

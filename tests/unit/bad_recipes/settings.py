@@ -135,6 +135,20 @@ SETTINGS = [
     ("SAO's loss without a lower side", "actor.policy_loss.loss_mode=dis "
      "algorithm.rollout_correction.bypass_mode=true actor.clip_ratio_low=1.0",
      "actor.clip_ratio_low", "no ratio is small enough"),
+    ("a frozen part that is misspelt", "critic.freeze=[self_atn]", "critic.freeze.0",
+     "did you mean self_attn?"),
+    ("a frozen part that is no pattern", "critic.freeze=[mlp,\"(\"]", "critic.freeze.1",
+     "is not a regular expression"),
+    ("a frozen part of no critic", "critic.freeze=[self_attn] algorithm.adv_estimator=grpo "
+     "rollout.n=2", "critic.freeze", "trains no critic"),
+    ("a part of a fused parameter", "critic.freeze=[q_proj]", "critic.freeze",
+     "one parameter in Megatron"),
+    ("frozen embeddings", "critic.freeze=[embed_tokens]", "critic.freeze", "has to be trained"),
+    ("a frozen value head", "critic.freeze=[score]", "critic.freeze", "has to be trained"),
+    ("a layer without a trained part", "critic.freeze=[\"layers.1.\"]", "critic.freeze",
+     "all of layer 1"),
+    ("some experts of a layer", "critic.freeze=[\"experts.0.\"] "
+     "model.path=builtin:tiny-moe", "critic.freeze", "some experts"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
