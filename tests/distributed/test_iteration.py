@@ -32,6 +32,7 @@ COMMON = [
     "actor.optim.eps=1e-2",
     "actor.ppo_epochs=2",
     "actor.entropy_coeff=0.01",
+    "actor.positive_nll_coef=0.1",
     "actor.use_kl_loss=true",
     "critic.optim.lr=1e-3",
     "critic.optim.eps=1e-2",

@@ -116,6 +116,9 @@ class ActorConfig(BatchingConfig):
     kl_loss_type: KLType = "low_var_kl"
     """Estimator of the KL loss; ``full`` sums over the vocabulary, a trailing ``+`` takes the
     gradient of k2."""
+    positive_nll_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the negative log-likelihood of responses whose score is above 0 (VAPO: 0.1);
+    0 turns it off."""
     optim: OptimConfig = OptimConfig(lr=1e-6)
     """The actor's optimizer."""
     megatron: MegatronConfig = MegatronConfig()

@@ -86,7 +86,9 @@ def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
 class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     """The actor's loss on a micro-batch of a mini-batch.
 
-    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``
+    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``, and
+    ``positive_nll_coef`` times the mean of ``-log pi`` over the tokens of responses whose score is
+    above 0.
 
     Args:
         actor: loss mode and coefficients.
@@ -100,6 +102,8 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
         names = _POLICY_STATISTICS
         if self.actor.policy_loss.loss_mode == "dis":
             names = (*names, *_SIDES)
+        if self.actor.positive_nll_coef:
+            names = (*names, "actor/positive_nll")
         return (*names, "actor/kl_loss") if self.actor.use_kl_loss else names
 
     def __call__(
@@ -147,6 +151,10 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
         if actor.policy_loss.loss_mode == "dis":
             sides = outside_trust_region(ratio_T.detach(), *clip_range(actor))
             stats |= {name: mean(side_T) for name, side_T in zip(_SIDES, sides, strict=True)}
+        if actor.positive_nll_coef:
+            nll = -(targets.positive_weight_T * logprobs_T).sum()
+            loss = loss + actor.positive_nll_coef * nll
+            stats["actor/positive_nll"] = nll.detach()
         if actor.use_kl_loss:
             full_kl_T = outputs.full_kl_T
             if full_kl_T is not None:

@@ -149,6 +149,8 @@ SETTINGS = [
      "all of layer 1"),
     ("some experts of a layer", "critic.freeze=[\"experts.0.\"] "
      "model.path=builtin:tiny-moe", "critic.freeze", "some experts"),
+    ("right answers made unlikely", "actor.positive_nll_coef=-0.1", "actor.positive_nll_coef",
+     "a value >= 0"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
