@@ -10,7 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
+from mppo.algos.advantages import (
+    gae,
+    length_adaptive_lambda,
+    reward_to_go,
+    turn_gae,
+    turn_starts,
+)
 from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
@@ -39,7 +45,7 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
     veto_mask,
 )
-from mppo.batch.batch import Batch
+from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import gather_of
 from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.algorithm import (
@@ -244,16 +250,39 @@ def _gae_advantages(
     if algorithm.lam_length_adaptive_alpha is not None:
         length_H = batch.here(batch.response_B).to(mask_T.dtype)
         lam = length_adaptive_lambda(length_H, algorithm.lam_length_adaptive_alpha)
-    advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
-    value_advantages_T = advantages_T
-    if algorithm.lam_value is not None:
-        value_advantages_T = gae(
-            rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, algorithm.lam_value
-        )
-    returns_T = value_advantages_T + values_T
+    by_turn = algorithm.gae_unit == "turn"
+    states_T = value_states(batch, algorithm.gae_unit)
+
+    def estimated(lam: float | Tensor) -> Tensor:
+        gamma = algorithm.gamma
+        if by_turn:
+            return turn_gae(rewards_T, values_T, mask_T, states_T, cu_seqlens, gamma, lam)
+        return gae(rewards_T, values_T, mask_T, cu_seqlens, gamma, lam)
+
+    advantages_T = estimated(lam)
+    lam_value = algorithm.lam_value
+    value_advantages_T = advantages_T if lam_value is None else estimated(lam_value)
+    # of a turn the critic learns the first token's only
+    returns_T = (value_advantages_T + values_T) * states_T
     if algorithm.score_after_end:
         advantages_T = advantages_T * batch.response_mask_T
     return advantages_T, returns_T
+
+
+def value_states(batch: Sequences, gae_unit: str) -> Tensor:
+    """1 on the tokens before which the critic's value is a state's value.
+
+    Args:
+        batch: sequences.
+        gae_unit: ``token``: all response tokens and end slots; ``turn``: the first of each turn,
+            and end slots.
+
+    Returns:
+        float32 ``[T]``.
+    """
+    if gae_unit == "token":
+        return batch.value_mask_T
+    return turn_starts(batch.response_mask_T, batch.cu_seqlens) + batch.end_mask_T
 
 
 def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:

@@ -26,6 +26,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
+from mppo.trainer.advantages import value_states
 from mppo.trainer.selection import informative_sequences
 
 _ROUNDING = 1e-5
@@ -46,11 +47,13 @@ def batch_metrics(
         step: the PPO step.
         recipe: the recipe.
     """
-    metrics = experience_metrics(experience) | score_metrics(scored, recipe)
+    metrics = experience_metrics(experience, recipe.algorithm.gae_unit) | score_metrics(
+        scored, recipe
+    )
     return metrics | mismatch_metrics(outputs, step)
 
 
-def experience_metrics(experience: Experience) -> dict[str, float]:
+def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[str, float]:
     """Scores, rewards, advantages, returns, values, lengths, mismatch and objective.
 
     ``critic/score/*`` and ``critic/rewards/*`` are over sequences (a sequence's reward is the sum
@@ -65,6 +68,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
     Args:
         experience: of the sequences held.
+        gae_unit: with ``turn``, returns and values are those of the first tokens of turns.
 
     Returns:
         Metrics by name, the same on every rank; all finite, even for a batch without response
@@ -72,7 +76,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     """
     outputs = experience.old
     batch = outputs.batch
-    table = gather_table(gather_of(batch), _statistics(experience))
+    table = gather_table(gather_of(batch), _statistics(experience, gae_unit))
     length_B, reward_B = batch.response_B.double(), table["rewards"]
     moments = {name: merged_moments(x) for name, x in table.items() if x.dim() == 2}
     metrics: dict[str, float] = {}
@@ -109,19 +113,19 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def _statistics(experience: Experience) -> dict[str, Tensor]:
+def _statistics(experience: Experience, gae_unit: str) -> dict[str, Tensor]:
     """What ``experience_metrics`` needs of each sequence held: sums and moments over its tokens."""
     outputs, weight_T = experience.old, experience.loss_weight_T
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     inside_T = mask_T > 0
-    tokens = {
-        "advantages": experience.advantages_T,
+    tokens = {"advantages": experience.advantages_T, "weights": weight_T}
+    states = {
         "returns": experience.returns_T,
         "values": outputs.values_T,
         "errors": experience.returns_T - outputs.values_T,
-        "weights": weight_T,
     }
+    states_T = value_states(batch, gae_unit) * mask_T
     sums = {
         "rewards": experience.rewards_T,
         "kl": torch.where(inside_T, outputs.logprobs_T - outputs.ref_logprobs_T, 0.0),
@@ -129,6 +133,7 @@ def _statistics(experience: Experience) -> dict[str, Tensor]:
         "zero_weights": (inside_T & (weight_T == 0)).to(mask_T.dtype),
     }
     table = {name: sequence_moments(x_T, mask_T, cu_seqlens) for name, x_T in tokens.items()}
+    table |= {name: sequence_moments(x_T, states_T, cu_seqlens) for name, x_T in states.items()}
     table |= {name: sequence_sum(x_T, cu_seqlens) for name, x_T in sums.items()}
     if outputs.has_actor_logprobs:
         table |= rollout_correction.correction_statistics(

@@ -33,6 +33,7 @@ from mppo.parallel.device import copied
 from mppo.parallel.exchange import exchange
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.trainer.advantages import value_states
 
 
 @dataclass(frozen=True)
@@ -227,11 +228,15 @@ def value_targets(
     critic: CriticConfig,
     max_response_length: int,
     gather_of: GatherOf = _everything,
+    gae_unit: str = "token",
 ) -> ValueTargets:
-    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`."""
+    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`.
+
+    ``gae_unit`` is the algorithm's: with ``turn``, only the first token of a turn counts.
+    """
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
     cut = tokens.cut
-    mask_T = cut(old.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
+    mask_T = cut(value_states(old.batch, gae_unit)) * (cut(experience.loss_weight_T) != 0)
     count_B = tokens.counts(mask_T)
     return ValueTargets(
         cu_seqlens=tokens.cu_seqlens,

@@ -79,6 +79,17 @@ def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[Config
         yield ConfigIssue(key, False, chosen, "leave it out, or choose grpo")
 
 
+@rule("algorithm.gae_unit", "algorithm.lam_length_adaptive_alpha")
+def lambda_by_length_counts_tokens(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A lambda by the number of tokens does not suit a GAE over turns."""
+    algorithm = context.recipe.algorithm
+    alpha = algorithm.lam_length_adaptive_alpha
+    if alpha is not None and algorithm.gae_unit == "turn":
+        why = "is a horizon in tokens, but algorithm.gae_unit = turn"
+        fix = "leave it out and set algorithm.lam, or set gae_unit to token"
+        yield ConfigIssue("algorithm.lam_length_adaptive_alpha", alpha, why, fix)
+
+
 _CORRECTION = "algorithm.rollout_correction"
 _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
     ("actor.policy_loss", ("tau_pos", "tau_neg"), "actor.policy_loss.loss_mode", ("sapo",)),

@@ -104,9 +104,9 @@ def critic_keys_need_a_critic(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.critic_warmup", context.recipe.trainer.critic_warmup, why, fix)
     if context.recipe.critic.path:
         yield ConfigIssue("critic.path", context.recipe.critic.path, why, fix)
-    for name in ("lam_value", "lam_length_adaptive_alpha", "score_after_end"):
+    for name in ("lam_value", "lam_length_adaptive_alpha", "score_after_end", "gae_unit"):
         value = getattr(context.recipe.algorithm, name)
-        if value not in (None, False):
+        if value not in (None, False, "token"):
             yield ConfigIssue(f"algorithm.{name}", value, why, fix)
 
 

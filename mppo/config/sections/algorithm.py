@@ -111,13 +111,16 @@ class AlgorithmConfig(Section):
     ] = "gae"  # fmt: skip
     """The advantage estimator. Only ``gae`` trains a critic."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token."""
+    """Discount per token, or per turn (``gae_unit``)."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of GAE."""
     lam_value: float | None = Field(default=None, ge=0, le=1)
     """Lambda of the critic's returns (VAPO). null: the policy's."""
     lam_length_adaptive_alpha: float | None = Field(default=None, gt=0)
     """Lambda by response length, 1 - 1 / (alpha length) (VAPO). null: ``lam``."""
+    gae_unit: Literal["token", "turn"] = "token"
+    """Steps of GAE: tokens, or turns of a conversation. With turns the critic learns one value per
+    turn, at its first token, and all tokens of a turn have its advantage (Turn-PPO)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of their group."""
     f_norm: float = Field(default=1.0, gt=0)

@@ -151,6 +151,12 @@ SETTINGS = [
      "model.path=builtin:tiny-moe", "critic.freeze", "some experts"),
     ("right answers made unlikely", "actor.positive_nll_coef=-0.1", "actor.positive_nll_coef",
      "a value >= 0"),
+    ("turns without a critic", "algorithm.gae_unit=turn algorithm.adv_estimator=grpo rollout.n=2",
+     "algorithm.gae_unit", "trains no critic"),
+    ("a horizon in tokens over turns", "algorithm.gae_unit=turn "
+     "algorithm.lam_length_adaptive_alpha=1.5", "algorithm.lam_length_adaptive_alpha",
+     "a horizon in tokens"),
+    ("no such unit", "algorithm.gae_unit=word", "algorithm.gae_unit", "token, turn"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
