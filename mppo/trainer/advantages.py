@@ -158,6 +158,9 @@ def estimate(
     outcome_H = batch.here(batch.scores_B) - sequence_sum(batch.token_rewards_T, cu_seqlens)
     rewards_T = penalty_T + batch.token_rewards_T
     rewards_T = rewards_T + place_at_last(outcome_H, batch.value_mask_T, cu_seqlens)
+    # end slots of responses that were cut off: their value stands for what would have followed
+    bootstrap_T = batch.end_mask_T * expand_to_tokens(batch.here(batch.truncated_B), cu_seqlens)
+    rewards_T = torch.where(bootstrap_T > 0, outputs.values_T, rewards_T)
     advantages_T, returns_T = _advantages(outputs, algorithm, rewards_T, baseline_scores_B)
     if algorithm.whitens:
         advantages_T = _whitened(advantages_T, batch, algorithm)
@@ -167,7 +170,8 @@ def estimate(
         weight_T = weight_T * expand_to_tokens(~batch.here(batch.truncated_B), cu_seqlens)
     if algorithm.score_after_end:
         trained_B = sequence_sum((weight_T != 0).to(mask_T.dtype), cu_seqlens) > 0
-        weight_T = weight_T + batch.end_mask_T * expand_to_tokens(trained_B, cu_seqlens)
+        ends_T = batch.end_mask_T - bootstrap_T
+        weight_T = weight_T + ends_T * expand_to_tokens(trained_B, cu_seqlens)
     if correction.bypass_mode:
         outputs = replace(outputs, logprobs_T=batch.rollout_logprobs_T, has_actor_logprobs=False)
     return Experience(outputs, rewards_T, advantages_T, returns_T, weight_T)
@@ -264,9 +268,7 @@ def _gae_advantages(
     value_advantages_T = advantages_T if lam_value is None else estimated(lam_value)
     # of a turn the critic learns the first token's only
     returns_T = (value_advantages_T + values_T) * states_T
-    if algorithm.score_after_end:
-        advantages_T = advantages_T * batch.response_mask_T
-    return advantages_T, returns_T
+    return advantages_T * batch.response_mask_T, returns_T
 
 
 def value_states(batch: Sequences, gae_unit: str) -> Tensor:

@@ -79,6 +79,21 @@ def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[Config
         yield ConfigIssue(key, False, chosen, "leave it out, or choose grpo")
 
 
+@rule("algorithm.bootstrap_truncated", "algorithm.mask_truncated", "algorithm.whiten_rewards")
+def bootstrap_agrees_with_rewards(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A bootstrapped response is trained on, and its value is on the scale of the rewards."""
+    algorithm = context.recipe.algorithm
+    if not algorithm.bootstrap_truncated:
+        return
+    key = "algorithm.bootstrap_truncated"
+    if algorithm.mask_truncated:
+        why = "algorithm.mask_truncated leaves out the responses that it is for"
+        yield ConfigIssue(key, True, why, "set one of the two to false")
+    if algorithm.whiten_rewards:
+        why = "algorithm.whiten_rewards would divide the critic's value like a reward"
+        yield ConfigIssue(key, True, why, "set one of the two to false")
+
+
 @rule("algorithm.gae_unit", "algorithm.lam_length_adaptive_alpha")
 def lambda_by_length_counts_tokens(context: RuleContext) -> Iterator[ConfigIssue]:
     """A lambda by the number of tokens does not suit a GAE over turns."""

@@ -103,8 +103,11 @@ class ScoreNormalizationConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards, advantages and corrections. docs/algorithms.md has the formulas."""
 
-    preset: Literal["verl", "trl", "deepspeed_chat", "openrlhf"] | None = None
-    """Take another system's defaults for keys that the recipe does not set. null: mppo's own."""
+    preset: Literal[
+        "verl", "trl", "deepspeed_chat", "openrlhf", "sao", "vapo", "vc_ppo", "turn_ppo"
+    ] | None = None  # fmt: skip
+    """Take another system's defaults, or a paper's settings, for keys that the recipe does not set.
+    null: mppo's own defaults."""
     adv_estimator: Literal[
         "gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
@@ -148,6 +151,9 @@ class AlgorithmConfig(Section):
     """Dynamic sampling (DAPO)."""
     mask_truncated: bool = False
     """Do not train on responses that reached ``data.max_response_length`` (overlong filtering)."""
+    bootstrap_truncated: bool = False
+    """Replace the score of a response that was cut off by its length by the critic's value of the
+    state after its last token (Step 3.5 Flash)."""
     score_after_end: bool = False
     """Put the score of a response that stopped one position after its stop token, a state whose
     value the critic learns too (TRL). false: on the last response token."""

@@ -157,6 +157,16 @@ SETTINGS = [
      "algorithm.lam_length_adaptive_alpha=1.5", "algorithm.lam_length_adaptive_alpha",
      "a horizon in tokens"),
     ("no such unit", "algorithm.gae_unit=word", "algorithm.gae_unit", "token, turn"),
+    ("a bootstrap without a critic", "algorithm.bootstrap_truncated=true "
+     "algorithm.adv_estimator=grpo rollout.n=2", "algorithm.bootstrap_truncated",
+     "trains no critic"),
+    ("a bootstrap of what is left out", "algorithm.bootstrap_truncated=true "
+     "algorithm.mask_truncated=true", "algorithm.bootstrap_truncated", "leaves out"),
+    ("a bootstrap of whitened rewards", "algorithm.bootstrap_truncated=true "
+     "algorithm.whiten_rewards=true", "algorithm.bootstrap_truncated", "like a reward"),
+    ("a bootstrap beyond the positions", "algorithm.bootstrap_truncated=true "
+     "data.max_response_length=480", "data.max_response_length",
+     "+ 1 (algorithm.bootstrap_truncated) = 513 is more than"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
