@@ -56,6 +56,60 @@ def gae(
     return advantages_T
 
 
+def turn_starts(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """1 on the first token of every turn: of every run of masked tokens of a sequence.
+
+    Args:
+        mask_T: float ``[T]``, 1 on response tokens; 0 on an environment's tokens between turns.
+        cu_seqlens: int64 ``[B + 1]``.
+
+    Returns:
+        float ``[T]``.
+    """
+    before_T = torch.zeros_like(mask_T)
+    before_T[1:] = mask_T[:-1]
+    starts = cu_seqlens[:-1]
+    before_T[starts[starts < len(mask_T)]] = 0.0
+    return mask_T * (before_T == 0)
+
+
+def turn_gae(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    starts_T: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+) -> Tensor:
+    """:func:`gae` over turns: ``delta_k = R_k + gamma V_{k+1} - V_k``.
+
+    R_k is the sum of the turn's rewards and V_k the value of the state before its first token. The
+    discount is per turn.
+
+    Args:
+        rewards_T, values_T, mask_T: float ``[T]``, as in :func:`gae`.
+        starts_T: float ``[T]``, 1 on the first token of each turn; a masked token belongs to the
+            turn that started last.
+        cu_seqlens, gamma, lam: as in :func:`gae`.
+
+    Returns:
+        float ``[T]``: on every token of a turn its advantage, 0 outside the mask.
+
+    Source: Turn-PPO, https://arxiv.org/abs/2512.17008.
+    """
+    first = starts_T.nonzero().squeeze(1)
+    if len(first) == 0:
+        return torch.zeros_like(values_T)
+    turn_T = (starts_T.cumsum(0).long() - 1).clamp(min=0)
+    reward_K = torch.zeros(len(first), dtype=rewards_T.dtype, device=rewards_T.device)
+    reward_K.index_add_(0, turn_T, rewards_T * mask_T)
+    turn_rewards_T = torch.zeros_like(rewards_T)
+    turn_rewards_T[first] = reward_K
+    advantages_T = gae(turn_rewards_T, values_T, starts_T, cu_seqlens, gamma, lam)
+    return advantages_T[first][turn_T] * mask_T
+
+
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
     """``y_i = x_i + decay_i y_{i+1}``, with 0 after the last element.
 

@@ -144,6 +144,39 @@ def cispo(
     return _with_indicators(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach())
 
 
+def outside_trust_region(ratio_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Where ``r <= 1 - low``, and where ``r >= 1 + high``: two bool ``[T]``.
+
+    The region is open: a ratio on its border lies outside.
+    """
+    return ratio_T <= 1 - low, ratio_T >= 1 + high
+
+
+def dis(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> Loss:
+    """Direct double-sided importance sampling: ``-sg(f(r)) A log pi``.
+
+    ``f(r) = r`` for ``1 - low < r < 1 + high``, else 0, on both sides and whatever the sign of A.
+    ``r = pi / pi_engine``: the caller gives the ratio to the policy that sampled. f is a weight
+    without a gradient: the gradient is ``-f(r) A grad log pi``. A masked token stays in the
+    normaliser, since the paper's expectation is over all sampled tokens.
+
+    Args:
+        logprobs_T: of the current policy, float ``[T]``.
+        ratio_T: current policy to engine, float ``[T]``.
+        advantages_T: float ``[T]``.
+        low, high: the paper's are 0.3 and 5.0 (reasoning), 0.8 and 3.0 (coding).
+
+    Returns:
+        The first indicator is 1 on masked tokens, the second one is 0.
+
+    Source: SAO, https://arxiv.org/abs/2607.07508.
+    """
+    below_T, above_T = outside_trust_region(ratio_T, low, high)
+    masked_T = below_T | above_T
+    weight_T = torch.where(masked_T, 0.0, ratio_T).detach()
+    return _with_indicators(-weight_T * advantages_T * logprobs_T, masked_T)
+
+
 def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> Loss:
     """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A: a soft gate, no clipping.
 

@@ -32,8 +32,8 @@ class Sequences:
         cu_seqlens: int64 ``[H + 1]``, of the sequences held.
         response_mask_T: float32 ``[T]``, 1 on response tokens, which are those that the policy
             generated; 0 on an environment's tokens between them.
-        end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's stop token, for
-            the terminal state, which has a value but no action. Zeros (default) without end slots.
+        end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's last token, for
+            the state after it, which has a value but no action. Zeros (default) without end slots.
         routed_experts_T: uint8 or int16 ``[T, layers, k]``, experts chosen by the engine;
             ``unknown_expert`` of the dtype where unknown. ``[T, 0, 0]`` (default) if the engine
             does not report them.

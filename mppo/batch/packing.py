@@ -13,15 +13,18 @@ from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.safety.input_error import InputError
 
 
-def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch:
+def pack_episodes(
+    episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
+) -> Batch:
     """Concatenate the episodes that this rank holds on one token axis.
 
     Args:
         episodes: all; they may have no tokens. One without a score scores 0. Each has one
             sequence or several.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
-            with fewer tokens than this. The slot repeats the stop token, which nothing reads.
+            with fewer tokens than this. The slot repeats the last token, which nothing reads.
             0: no end slots.
+        bootstraps: append one to every response that was cut off by its length.
 
     Returns:
         Batch on the CPU; no sequence has a home.
@@ -37,8 +40,9 @@ def pack_episodes(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batc
     prompt_B = torch.tensor([len(each.prompt.token_ids) for each in sequences])
     answer_B = torch.tensor([each.length for each in sequences])
     inserted_B = torch.tensor([each.inserted for each in sequences])
-    # the end slot repeats the stop token; mask, log-probability and version mark it as unread
-    slots_B = (stopped_B & (answer_B > 0) & (answer_B < end_slots_below)).long()
+    # the end slot repeats the last token; mask, log-probability and version mark it as unread
+    cut_B = torch.tensor([bootstraps and each.finish_reason == "length" for each in sequences])
+    slots_B = ((answer_B > 0) & (cut_B | (stopped_B & (answer_B < end_slots_below)))).long()
     # every sequence is a run of prompt tokens, one of answer tokens and one of its end slot
     runs_B = torch.stack([prompt_B, answer_B, slots_B], 1)
     scores = [0.0 if each.score is None else each.score.score for each in episodes]

@@ -25,17 +25,19 @@ _UNEVEN = 1.5
 """Tokens of the fullest home over the mean, from which sequences get other homes."""
 
 
-def pack_at_home(episodes: Sequence[Episode], end_slots_below: int = 0) -> Batch:
+def pack_at_home(
+    episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
+) -> Batch:
     """Pack episodes where their tokens are, see ``pack_episodes``.
 
     Args:
         episodes: all, scored.
-        end_slots_below: see ``pack_episodes``.
+        end_slots_below, bootstraps: see ``pack_episodes``.
 
     Returns:
         The batch, with the sequences' homes.
     """
-    batch = pack_episodes(episodes, end_slots_below)
+    batch = pack_episodes(episodes, end_slots_below, bootstraps)
     if group_size() == 1:
         return batch
     sequences = [each for episode in episodes for each in episode.sequences]

@@ -15,6 +15,7 @@ from mppo.config.rules import (
     algorithm,
     data,
     engine,
+    frozen,
     layout,
     offload,
     reward,
@@ -28,7 +29,18 @@ from mppo.config.sections.model import Hub
 from mppo.config.sections.role_config import RoleConfig
 from mppo.weights.shape import max_positions, model_shape
 
-RULE_MODULES = (layout, offload, data, training, algorithm, engine, agent, reward_model, reward)
+RULE_MODULES = (
+    layout,
+    frozen,
+    offload,
+    data,
+    training,
+    algorithm,
+    engine,
+    agent,
+    reward_model,
+    reward,
+)
 """Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]

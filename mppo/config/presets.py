@@ -1,16 +1,17 @@
-"""``algorithm.preset``: the defaults of other systems.
+"""``algorithm.preset``: the defaults of other systems, and the settings of papers.
 
-Each row is a key, that system's default, and its source. Keys that the user set keep their value;
-keys that are not listed keep mppo's default.
+Each row is a key, that system's or paper's value, and its source. Keys that the user set keep their
+value; keys that are not listed keep mppo's default.
 
 Sources: verl 0.7 ``_generated_ppo_megatron_trainer.yaml``; TRL 1.12 ``PPOConfig`` and its train
 loop; DeepSpeed-Chat ``step3_rlhf_finetuning/main.py``, ``ppo_trainer.py``, ``rlhf_engine.py``;
-OpenRLHF 0.3 ``train_ppo.py``, ``models/loss.py`` and ``experience_maker.py``.
+OpenRLHF 0.3 ``train_ppo.py``, ``models/loss.py`` and ``experience_maker.py``; the papers that the
+rows name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,12 +270,76 @@ OPENRLHF = _rows(
     },
 )
 
-PRESETS: dict[str, tuple[PresetRow, ...]] = {
+SAO = _rows(
+    "arXiv:2607.07508, reasoning: DIS, length-adaptive lambda, critic",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam_length_adaptive_alpha": 1.5,
+        "algorithm.lam_value": 1.0,
+        "algorithm.rollout_correction.bypass_mode": True,
+        "actor.policy_loss.loss_mode": "dis",
+        "actor.clip_ratio_low": 0.3,
+        "actor.clip_ratio_high": 5.0,
+        "actor.optim.lr": 1e-6,
+        "critic.optim.lr": 5e-6,
+        "critic.ppo_epochs": 2,
+        "critic.freeze": ("self_attn",),
+        "trainer.critic_warmup": 10,
+        "rollout.n": 1,
+        "data.train_batch_size": 128,
+        "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
+    },
+)
+
+VAPO = _rows(
+    "arXiv:2504.05118",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam_length_adaptive_alpha": 0.05,
+        "algorithm.lam_value": 1.0,
+        "actor.clip_ratio_low": 0.2,
+        "actor.clip_ratio_high": 0.28,
+        "actor.loss_agg_mode": "token-mean",
+        "actor.positive_nll_coef": 0.1,
+        "actor.optim.lr": 1e-6,
+        "critic.optim.lr": 2e-6,
+        "trainer.critic_warmup": 50,
+        "rollout.n": 16,
+        "data.train_batch_size": 512,
+    },
+)
+
+VC_PPO = _rows(
+    "arXiv:2503.01491: decoupled GAE",
+    {"algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "algorithm.lam_value": 1.0},
+) + _rows(
+    "arXiv:2504.05118: steps of value pretraining, whose end the paper leaves open",
+    {"trainer.critic_warmup": 50},
+)
+
+TURN_PPO = _rows(
+    "arXiv:2512.17008",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gae_unit": "turn",
+        "algorithm.gamma": 0.99,
+        "algorithm.lam": 0.9,
+    },
+)
+
+SYSTEMS: dict[str, tuple[PresetRow, ...]] = {
     "verl": VERL,
     "trl": TRL,
     "deepspeed_chat": DEEPSPEED_CHAT,
     "openrlhf": OPENRLHF,
 }
+PAPERS: dict[str, tuple[PresetRow, ...]] = {
+    "sao": SAO,
+    "vapo": VAPO,
+    "vc_ppo": VC_PPO,
+    "turn_ppo": TURN_PPO,
+}
+PRESETS: dict[str, tuple[PresetRow, ...]] = SYSTEMS | PAPERS
 """Rows by value of ``algorithm.preset``."""
 
 
@@ -304,8 +369,11 @@ def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset_table() -> str:
-    """All presets as one Markdown table: key by system, with the sources below."""
-    names = list(PRESETS)
+    """All presets as Markdown tables: keys by system and by paper, with the sources below."""
+    return "\n\n".join(_table(list(presets)) for presets in (SYSTEMS, PAPERS))
+
+
+def _table(names: Sequence[str]) -> str:
     rows = {name: {row.key: row for row in PRESETS[name]} for name in names}
     keys = sorted({key for table in rows.values() for key in table})
     lines = ["| key | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -330,6 +398,8 @@ def _cell(row: PresetRow | None) -> str:
         return f"{row.value.value} with `{row.value.key}`"
     if row.value is None:
         return "null"
+    if isinstance(row.value, tuple):
+        return f"[{', '.join(map(str, row.value))}]"
     return str(row.value).lower() if isinstance(row.value, bool) else str(row.value)
 
 

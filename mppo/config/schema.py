@@ -84,6 +84,7 @@ class Recipe(Section):
             self._temperature,
             optim=actor.optim,
             router_replay=actor.router_replay,
+            bootstraps=self.algorithm.bootstrap_truncated,
             ema_decay=actor.ema_decay,
         )
 
@@ -99,6 +100,8 @@ class Recipe(Section):
             "critic.path" if critic.path else "model.path",
             optim=critic.optim,
             router_replay=critic.router_replay,
+            freeze=critic.freeze,
+            bootstraps=self.algorithm.bootstrap_truncated,
             value_head_init=critic.value_head_init,
             seed=self.trainer.seed,
         )
@@ -114,6 +117,7 @@ class Recipe(Section):
             ref.path or self.model.path,
             "ref.path" if ref.path else "model.path",
             self._temperature,
+            bootstraps=self.algorithm.bootstrap_truncated,
         )
 
     def _reward_model(self) -> RoleConfig:

@@ -30,6 +30,9 @@ from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.weights.blocks import padded_vocab_size
+from mppo.weights.frozen import freeze_parameters
+from mppo.weights.shape import model_shape
+from mppo.weights.table import parameter_table
 
 
 class Role:
@@ -72,6 +75,7 @@ class Role:
                 family, self.config, self.layout, padded_vocab, groups.coordinates.pp, settings.head
             )
             self.weights = RoleWeights(self.stages, hf_config, groups, settings, folder)
+            self._freeze()
             self._prepare_routers()
             self.chunks: Sequence[torch.nn.Module] = self.stages
             self.optimizer: RoleOptimizer | None = None
@@ -87,6 +91,12 @@ class Role:
         self.head = RoleHead(self.stages[-1], settings, groups, vocab_size)
         self.token_budget = settings.batching.token_budget
         self.loss = 0.0
+
+    def _freeze(self) -> None:
+        """Freeze the parameters that the recipe names, before DDP and the optimizer are made."""
+        if self.settings.freeze:
+            table = parameter_table(model_shape(self.hf_config))
+            freeze_parameters(self.stages, table, self.settings.freeze)
 
     def _prepare_routers(self) -> None:
         """Freeze the routers if the recipe says so, and record or replay their expert choices."""

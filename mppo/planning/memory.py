@@ -13,6 +13,7 @@ from typing import Any
 from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import padded_vocab_size
+from mppo.weights.frozen import is_frozen
 from mppo.weights.table import Entry, Table
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,11 +28,14 @@ class ParameterCount:
         dense: parameters outside of experts.
         expert: parameters of experts.
         discarded: the vocabulary projection that Megatron builds before a value head replaces it.
+        frozen_dense, frozen_expert: how many of them are not trained.
     """
 
     dense: int
     expert: int
     discarded: int = 0
+    frozen_dense: int = 0
+    frozen_expert: int = 0
 
     @property
     def total(self) -> int:
@@ -117,7 +121,12 @@ def role_stage_layers(role: RoleConfig, num_layers: int, world_size: int) -> lis
 
 
 def count_parameters(
-    table: Table, layout: Layout, stage: int, layers: list[int], value_head: bool
+    table: Table,
+    layout: Layout,
+    stage: int,
+    layers: list[int],
+    value_head: bool,
+    freeze: Sequence[str] = (),
 ) -> ParameterCount:
     """Parameters that one rank of a pipeline stage holds.
 
@@ -127,11 +136,12 @@ def count_parameters(
         stage: pipeline stage.
         layers: decoder layers of the stage.
         value_head: the model ends in a value head instead of the vocabulary.
+        freeze: patterns of what is not trained (``mppo.weights.frozen``), which are of layers.
     """
     ends: set[str] = {"embedding"} if stage == 0 else set()
     if stage == layout.pp - 1:
         ends |= {"final", "value" if value_head else "output"}
-    dense = expert = 0
+    dense = expert = frozen_dense = frozen_expert = 0
     for row in table.rows:
         # a tied output shares the embedding's memory if the first stage is also the last
         shares_embedding = row.alias_of is not None and stage == 0
@@ -139,13 +149,19 @@ def count_parameters(
             dense += _elements(Entry(row), layout)
     for layer in layers:
         for entry in table.layer_entries(layer):
+            elements = _elements(entry, layout)
+            frozen = elements if is_frozen(entry, freeze) else 0
             if entry.row.where == "expert":
-                expert += _elements(entry, layout)
+                expert, frozen_expert = expert + elements, frozen_expert + frozen
             else:
-                dense += _elements(entry, layout)
+                dense, frozen_dense = dense + elements, frozen_dense + frozen
+    for row in table.rows if freeze else ():
+        if row.where == "final" and row.where in ends and is_frozen(Entry(row), freeze):
+            frozen_dense += _elements(Entry(row), layout)
     replaced = value_head and "final" in ends
     discarded = _elements(table.projection_entry(), layout) if replaced else 0
-    return ParameterCount(dense, expert // layout.ep, discarded)
+    split = expert // layout.ep, frozen_expert // layout.ep
+    return ParameterCount(dense, split[0], discarded, frozen_dense, split[1])
 
 
 def model_parameters(table: Table, value_head: bool = False) -> int:
@@ -173,7 +189,7 @@ def role_memory(
     two by the data-parallel size (of experts: by the expert-data-parallel size). Before the
     optimizer is made, Megatron's DDP replaces the weights by one buffer for those outside of
     experts and one for experts, with their gradients; the old weights are freed when a buffer is
-    complete.
+    complete. Parameters that ``critic.freeze`` names take the weights' bytes only.
 
     Args:
         role: the role.
@@ -184,17 +200,18 @@ def role_memory(
             of these main weights and of their gradients.
     """
     size = BYTES[dtype]
-    weights, gradients = count.total * size, 4 * count.total
+    dense, expert = count.dense - count.frozen_dense, count.expert - count.frozen_expert
+    weights, gradients = count.total * size, 4 * (dense + expert)
     if not role.trained:
         return Memory(weights, 0, 0, building=weights + count.discarded * size)
-    split, buffers = (layout.dp * layout.cp, layout.edp), (count.dense * size, count.expert * size)
+    split, buffers = (layout.dp * layout.cp, layout.edp), (dense * size, expert * size)
     if not role.megatron.use_distributed_optimizer:
         split, buffers = (1, 1), (0, 0)
-    own = count.dense // split[0] + count.expert // split[1]
+    own = dense // split[0] + expert // split[1]
     on_cpu = int(own * cpu_share)
     # moments, and master weights of bfloat16
     optimizer = 8 * (own - on_cpu) + (4 * own if size == 2 else 0)
-    buffering = weights + max(buffers[0] + 4 * count.dense, buffers[1] + gradients)
+    buffering = weights + max(buffers[0] + 4 * dense, buffers[1] + gradients)
     building = max(buffering, weights + gradients + optimizer)
     return Memory(weights, gradients, optimizer, building, on_cpu=(8 + 4 + 4) * on_cpu)
 

@@ -153,7 +153,7 @@ def _plan_role(
     layers = role_stage_layers(role, table.shape.num_layers, world_size)
     value_head = role.head == "value"
     counts = [
-        count_parameters(table, layout, stage, owned, value_head)
+        count_parameters(table, layout, stage, owned, value_head, role.freeze)
         for stage, owned in enumerate(layers)
     ]
     mini_batches, sequences = _mini_batches(recipe, role)

@@ -10,7 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
+from mppo.algos.advantages import (
+    gae,
+    length_adaptive_lambda,
+    reward_to_go,
+    turn_gae,
+    turn_starts,
+)
 from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
@@ -39,7 +45,7 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
     veto_mask,
 )
-from mppo.batch.batch import Batch
+from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import gather_of
 from mppo.batch.outputs import Experience, Outputs
 from mppo.config.sections.algorithm import (
@@ -156,6 +162,9 @@ def estimate(
     rewards_T = penalty_T + batch.token_rewards_T
     earlier_E = _rewards_of_earlier(batch, rewards_T)
     rewards_T = rewards_T + place_at_last(outcome_H, batch.value_mask_T, cu_seqlens)
+    # end slots of responses that were cut off: their value stands for what would have followed
+    bootstrap_T = batch.end_mask_T * expand_to_tokens(batch.here(batch.truncated_B), cu_seqlens)
+    rewards_T = torch.where(bootstrap_T > 0, outputs.values_T, rewards_T)
     advantages_T, returns_T = _advantages(
         outputs, algorithm, rewards_T, earlier_E, baseline_scores_B
     )
@@ -167,7 +176,8 @@ def estimate(
         weight_T = weight_T * expand_to_tokens(~batch.here(batch.truncated_B), cu_seqlens)
     if algorithm.score_after_end:
         trained_B = sequence_sum((weight_T != 0).to(mask_T.dtype), cu_seqlens) > 0
-        weight_T = weight_T + batch.end_mask_T * expand_to_tokens(trained_B, cu_seqlens)
+        ends_T = batch.end_mask_T - bootstrap_T
+        weight_T = weight_T + ends_T * expand_to_tokens(trained_B, cu_seqlens)
     if correction.bypass_mode:
         outputs = replace(outputs, logprobs_T=batch.rollout_logprobs_T, has_actor_logprobs=False)
     return Experience(outputs, rewards_T, advantages_T, returns_T, weight_T)
@@ -285,16 +295,37 @@ def _gae_advantages(
     if algorithm.lam_length_adaptive_alpha is not None:
         length_H = batch.here(batch.response_B).to(mask_T.dtype)
         lam = length_adaptive_lambda(length_H, algorithm.lam_length_adaptive_alpha)
-    advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, lam)
-    value_advantages_T = advantages_T
-    if algorithm.lam_value is not None:
-        value_advantages_T = gae(
-            rewards_T, values_T, mask_T, cu_seqlens, algorithm.gamma, algorithm.lam_value
-        )
-    returns_T = value_advantages_T + values_T
-    if algorithm.score_after_end:
-        advantages_T = advantages_T * batch.response_mask_T
-    return advantages_T, returns_T
+    by_turn = algorithm.gae_unit == "turn"
+    states_T = value_states(batch, algorithm.gae_unit)
+
+    def estimated(lam: float | Tensor) -> Tensor:
+        gamma = algorithm.gamma
+        if by_turn:
+            return turn_gae(rewards_T, values_T, mask_T, states_T, cu_seqlens, gamma, lam)
+        return gae(rewards_T, values_T, mask_T, cu_seqlens, gamma, lam)
+
+    advantages_T = estimated(lam)
+    lam_value = algorithm.lam_value
+    value_advantages_T = advantages_T if lam_value is None else estimated(lam_value)
+    # of a turn the critic learns the first token's only
+    returns_T = (value_advantages_T + values_T) * states_T
+    return advantages_T * batch.response_mask_T, returns_T
+
+
+def value_states(batch: Sequences, gae_unit: str) -> Tensor:
+    """1 on the tokens before which the critic's value is a state's value.
+
+    Args:
+        batch: sequences.
+        gae_unit: ``token``: all response tokens and end slots; ``turn``: the first of each turn,
+            and end slots.
+
+    Returns:
+        float32 ``[T]``.
+    """
+    if gae_unit == "token":
+        return batch.value_mask_T
+    return turn_starts(batch.response_mask_T, batch.cu_seqlens) + batch.end_mask_T
 
 
 def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:
@@ -324,8 +355,10 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
             )
         upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
         weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
-        if correction.rollout_is_mode == "mask":
+        if correction.rollout_is_mode != "truncate":
             weight_T = icepop(weight_T, upper, 1.0 / upper if lower is None else lower)
+            if correction.rollout_is_mode == "indicator":
+                weight_T = (weight_T > 0).to(mask_T.dtype)
         else:
             weight_T = truncate_weights(weight_T, upper, lower)
         if correction.rollout_is_batch_normalize:

@@ -26,8 +26,11 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
+from mppo.trainer.advantages import value_states
 from mppo.trainer.selection import informative_sequences
 
+_ROUNDING = 1e-5
+"""Share of the largest return or error within which returns count as equal."""
 _ALL_RANKS, _HIGHEST = 32, 8
 """Most ranks that have metrics of their own each, and how many have them where there are more."""
 
@@ -44,16 +47,19 @@ def batch_metrics(
         step: the PPO step.
         recipe: the recipe.
     """
-    metrics = experience_metrics(experience) | score_metrics(scored, recipe)
+    metrics = experience_metrics(experience, recipe.algorithm.gae_unit) | score_metrics(
+        scored, recipe
+    )
     return metrics | mismatch_metrics(outputs, step)
 
 
-def experience_metrics(experience: Experience) -> dict[str, float]:
+def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[str, float]:
     """Scores, rewards, advantages, returns, values, lengths, mismatch and objective.
 
     ``critic/score/*`` are over episodes, ``critic/rewards/*`` over sequences (a sequence's reward
     is the sum of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
-    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``.
+    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``; absent if all
+    returns are equal.
     ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
     ``log pi - log pi_ref`` and ``-log pi``, averaged over episodes; ``objective/rlhf_reward`` is
     ``objective/scores + objective/non_score_reward``.
@@ -62,6 +68,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
     Args:
         experience: of the sequences held.
+        gae_unit: with ``turn``, returns and values are those of the first tokens of turns.
 
     Returns:
         Metrics by name, the same on every rank; all finite, even for a batch without response
@@ -70,7 +77,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     outputs = experience.old
     batch, episodes = outputs.batch, outputs.batch.episodes
     scores_E = batch.scores_B[episodes.last_E]
-    table = gather_table(gather_of(batch), _statistics(experience))
+    table = gather_table(gather_of(batch), _statistics(experience, gae_unit))
     length_B, reward_B = batch.response_B.double(), table["rewards"]
     moments = {name: merged_moments(x) for name, x in table.items() if x.dim() == 2}
     metrics: dict[str, float] = {}
@@ -84,7 +91,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         metrics |= _mean_max_min(name, values)
     for name in ("advantages", "returns", "values"):
         metrics |= _moment_metrics(f"critic/{name}", moments[name])
-    metrics["critic/vf_explained_var"] = explained_variance(moments["errors"], moments["returns"])
+    explained = explained_variance(moments["errors"], moments["returns"])
+    if explained is not None:
+        metrics["critic/vf_explained_var"] = explained
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
     metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
@@ -106,19 +115,19 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def _statistics(experience: Experience) -> dict[str, Tensor]:
+def _statistics(experience: Experience, gae_unit: str) -> dict[str, Tensor]:
     """What ``experience_metrics`` needs of each sequence held: sums and moments over its tokens."""
     outputs, weight_T = experience.old, experience.loss_weight_T
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     inside_T = mask_T > 0
-    tokens = {
-        "advantages": experience.advantages_T,
+    tokens = {"advantages": experience.advantages_T, "weights": weight_T}
+    states = {
         "returns": experience.returns_T,
         "values": outputs.values_T,
         "errors": experience.returns_T - outputs.values_T,
-        "weights": weight_T,
     }
+    states_T = value_states(batch, gae_unit) * mask_T
     sums = {
         "rewards": experience.rewards_T,
         "kl": torch.where(inside_T, outputs.logprobs_T - outputs.ref_logprobs_T, 0.0),
@@ -126,6 +135,7 @@ def _statistics(experience: Experience) -> dict[str, Tensor]:
         "zero_weights": (inside_T & (weight_T == 0)).to(mask_T.dtype),
     }
     table = {name: sequence_moments(x_T, mask_T, cu_seqlens) for name, x_T in tokens.items()}
+    table |= {name: sequence_moments(x_T, states_T, cu_seqlens) for name, x_T in states.items()}
     table |= {name: sequence_sum(x_T, cu_seqlens) for name, x_T in sums.items()}
     if outputs.has_actor_logprobs:
         table |= rollout_correction.correction_statistics(
@@ -134,13 +144,20 @@ def _statistics(experience: Experience) -> dict[str, Tensor]:
     return table
 
 
-def explained_variance(errors: Moments, returns: Moments) -> float:
+def explained_variance(errors: Moments, returns: Moments) -> float | None:
     """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl).
 
     Args:
         errors: moments of ``returns - values``.
         returns: moments of the returns.
+
+    Returns:
+        None where it is undefined: there are fewer than two returns, or all are equal but for
+        rounding (returns are computed as advantages plus values, in float32).
     """
+    largest = max(abs(x) for each in (returns, errors) for x in (each.max, each.min))
+    if returns.count < 2 or returns.max - returns.min <= _ROUNDING * largest:
+        return None
     return 1.0 - errors.var() / (returns.var() + 1e-5)
 
 

@@ -152,11 +152,11 @@ def roll_out(run: Run, step: int, last: bool) -> Rollout:
 
 def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
     """Pack scored episodes and share them out. Collective."""
-    # as in TRL, a response of maximal length has no end slot
-    end_slots_below = 0
-    if run.recipe.algorithm.score_after_end:
+    # as in TRL, a response of maximal length has no end slot for its score
+    end_slots_below, algorithm = 0, run.recipe.algorithm
+    if algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
-    packed = pack_at_home(episodes, end_slots_below)
+    packed = pack_at_home(episodes, end_slots_below, algorithm.bootstrap_truncated)
     return share_out(packed, run.roles.actor.config.num_moe_experts)
 
 

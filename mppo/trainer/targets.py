@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, covariance_top
-from mppo.algos.masked import ALONE, Gather, sequence_sum
+from mppo.algos.masked import ALONE, Gather, expand_to_tokens, sequence_sum
 from mppo.algos.packing import (
     cumulative,
     select_cu_seqlens,
@@ -33,6 +33,7 @@ from mppo.parallel.device import copied
 from mppo.parallel.exchange import exchange
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.trainer.advantages import value_states
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class PolicyTargets:
         ref_logprobs_T: log-probabilities of the reference.
         advantages_T: float32 ``[T]``.
         selected_T: float32 ``[T]``, 1 on the tokens that Clip-Cov or KL-Cov selected, else 0.
+        positive_weight_T: float32 ``[T]``, 1 / (tokens of the mini-batch's responses whose score is
+            above 0) on these tokens, else 0.
     """
 
     cu_seqlens: Tensor
@@ -61,6 +64,7 @@ class PolicyTargets:
     ref_logprobs_T: Tensor
     advantages_T: Tensor
     selected_T: Tensor
+    positive_weight_T: Tensor
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,9 @@ def policy_targets(
         PolicyTargets on the experience's device, float32.
     """
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
-    cut, cu_seqlens = tokens.cut, tokens.cu_seqlens
+    batch, cut, cu_seqlens = old.batch, tokens.cut, tokens.cu_seqlens
     importance_T = cut(experience.loss_weight_T)
-    mask_T = cut(old.batch.response_mask_T) * (importance_T != 0)
+    mask_T = cut(batch.response_mask_T) * (importance_T != 0)
     logprobs_T, advantages_T = cut(old.logprobs_T), cut(experience.advantages_T)
     loss = actor.policy_loss
     # the selection ranks the tokens of the mini-batch, so it cannot be made per micro-batch
@@ -208,6 +212,8 @@ def policy_targets(
     if loss.loss_mode == "gmpo":
         importance_T = sequence_geometric_mean(importance_T, mask_T, cu_seqlens)
     mode = "seq-mean-token-mean" if loss.loss_mode in SEQUENCE_LOSSES else actor.loss_agg_mode
+    is_positive_T = expand_to_tokens(batch.here(batch.scores_B) > 0, batch.cu_seqlens)
+    positive_T = mask_T * cut(is_positive_T)
     scale, count_E = actor.loss_scale_factor or max_response_length, tokens.counts(mask_T)
     return PolicyTargets(
         cu_seqlens=cu_seqlens,
@@ -219,6 +225,7 @@ def policy_targets(
         ref_logprobs_T=cut(old.ref_logprobs_T),
         advantages_T=advantages_T,
         selected_T=selected_T,
+        positive_weight_T=tokens.weights_T(positive_T, tokens.counts(positive_T), "token-mean"),
     )
 
 
@@ -228,11 +235,15 @@ def value_targets(
     critic: CriticConfig,
     max_response_length: int,
     gather_of: GatherOf = _everything,
+    gae_unit: str = "token",
 ) -> ValueTargets:
-    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`."""
+    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`.
+
+    ``gae_unit`` is the algorithm's: with ``turn``, only the first token of a turn counts.
+    """
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
     cut = tokens.cut
-    mask_T = cut(old.batch.value_mask_T) * (cut(experience.loss_weight_T) != 0)
+    mask_T = cut(value_states(old.batch, gae_unit)) * (cut(experience.loss_weight_T) != 0)
     count_E = tokens.counts(mask_T)
     return ValueTargets(
         cu_seqlens=tokens.cu_seqlens,

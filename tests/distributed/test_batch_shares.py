@@ -37,6 +37,9 @@ def outputs_of(lengths: list[int], samples: int = 3) -> Outputs:
     """Random outputs of responses of the given lengths with prompts of two tokens."""
     random = torch.Generator().manual_seed(5)
     mask_T = torch.cat([torch.tensor([0.0, 0.0] + [1.0] * n) for n in lengths])
+    starts = [2 * i + sum(lengths[:i]) for i in range(len(lengths))]
+    for start in (start for start, n in zip(starts, lengths) if n >= 9):
+        mask_T[start + 5 : start + 7] = 0.0  # an environment's tokens between two turns
     count = len(lengths)
 
     def numbers() -> Tensor:
@@ -81,7 +84,8 @@ def compare_estimates() -> None:
     part = shared(complete)
     correction = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True)
     options = [{}, {"whiten_rewards": True, "rollout_correction": correction}]
-    for estimator, option in itertools.product(ESTIMATORS, options):
+    cases = [*itertools.product(ESTIMATORS, options), ("gae", {"gae_unit": "turn", "lam": 0.9})]
+    for estimator, option in cases:
         for whiten_over in ("batch", "group"):
             algorithm = AlgorithmConfig(
                 adv_estimator=estimator,
@@ -99,8 +103,9 @@ def compare_estimates() -> None:
             for name in ("rewards_T", "advantages_T", "returns_T", "loss_weight_T"):
                 same(getattr(here, name), getattr(one, name), part.batch, complete.batch, exact)
             assert current_kl(part, algorithm) == current_kl(complete, algorithm)
-            of_one = experience_metrics(one) | mismatch_metrics(complete, 4)
-            of_part = experience_metrics(here) | mismatch_metrics(part, 4)
+            unit = algorithm.gae_unit
+            of_one = experience_metrics(one, unit) | mismatch_metrics(complete, 4)
+            of_part = experience_metrics(here, unit) | mismatch_metrics(part, 4)
             assert of_part == (of_one if exact else pytest.approx(of_one, abs=2e-6, rel=2e-6))
 
 
@@ -146,10 +151,11 @@ def compare_targets(folder: Path) -> None:
             policy_targets(one, indices, actor, LIMIT, 1),
         )
         critic = CriticConfig(loss_agg_mode=aggregation)
-        compare(
-            value_targets(here, indices, critic, LIMIT, gather_of),
-            value_targets(one, indices, critic, LIMIT),
-        )
+        for unit in ("token", "turn"):
+            compare(
+                value_targets(here, indices, critic, LIMIT, gather_of, unit),
+                value_targets(one, indices, critic, LIMIT, gae_unit=unit),
+            )
     stored, world = folder / "stored", dist.get_world_size()
     write_shares(stored, here)
     dist.barrier()

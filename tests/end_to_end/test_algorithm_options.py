@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import re
 import warnings
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
-from mppo.config.presets import PRESETS
+from mppo.config.presets import PAPERS, PRESETS
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.roles import ActorConfig, PolicyLossConfig
 
@@ -92,7 +93,12 @@ def overrides_of(row: dict[str, str]) -> list[str]:
     settings.append(f"actor.use_kl_loss={str(place in ('loss', 'both')).lower()}")
     if place != "none":
         settings += [f"algorithm.kl_penalty={kind}", f"actor.kl_loss_type={kind}"]
-    return [*settings, f"algorithm.rollout_correction.{row['correction']}"]
+    correction = f"algorithm.rollout_correction.{row['correction']}"
+    if row["actor.policy_loss.loss_mode"] == "dis":
+        # its ratio to the engine is the correction; rejections may be added
+        settings.append("algorithm.rollout_correction.bypass_mode=true")
+        correction = re.sub("rollout_is=.*", "rollout_is=off", correction)
+    return [*settings, correction]
 
 
 def _warm_up(run, critic) -> dict[str, object]:
@@ -156,7 +162,9 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
         presets = {}
         for name in (*PRESETS, "no critic"):
             chosen = f"algorithm.preset={name}" if name in PRESETS else NO_CRITIC
-            other = build(name, [chosen, f"trainer.total_training_steps={LONG}"])
+            # with the actor trained from the first step on
+            steps = [f"trainer.total_training_steps={LONG}", "trainer.critic_warmup=0"]
+            other = build(name, [chosen, *steps])
             sync_weights(other, version=0)
             iterate(other, 1)
             presets[name] = iterate(other, 2)
@@ -214,13 +222,14 @@ def test_every_preset_trains_with_its_systems_learning_rate(found):
         "trl": 1e-3 * (1 - 1 / LONG),
         "deepspeed_chat": 1e-3 / 100,
         "openrlhf": 1e-3 / 6,
+        **dict.fromkeys(PAPERS, 1e-3),
     }
     assert set(expected) == set(PRESETS)
     for name, rate in expected.items():
         metrics = found["presets"][name]
         assert metrics["actor/lr"] == metrics["lr"] == pytest.approx(rate), name
         built = metrics.pop("built")
-        assert built == (["critic"] if name == "verl" else ["critic", "ref"]), name
+        assert built == (["critic"] if name in ("verl", *PAPERS) else ["critic", "ref"]), name
         assert all(math.isfinite(value) for value in metrics.values()), name
 
 

@@ -93,13 +93,17 @@ def _scores(dumped: DumpedStep) -> dict[str, float]:
     values = _flat(dumped.tokens(stored.old.values_T))
     errors = [a - b for a, b in zip(returns, values)]
     raw = [row.score for row in dumped.rows]
+    explained = {}
+    if max(returns) - min(returns) > 1e-5 * max(map(abs, [*returns, *errors])):
+        share = _variance(errors) / (_variance(returns) + 1e-5)
+        explained["critic/vf_explained_var"] = 1 - share
     return {
+        **explained,
         **_range("critic/score", scores),
         **_range("critic/rewards", rewards),
         **_range("critic/advantages", _flat(dumped.tokens(stored.advantages_T))),
         **_range("critic/returns", returns),
         **_range("critic/values", values),
-        "critic/vf_explained_var": 1 - _variance(errors) / (_variance(returns) + 1e-5),
         "critic/raw_score/mean": _mean(raw),
         "critic/score/equal_groups": _mean([a == b for a, b in zip(raw[::2], raw[1::2])]),
         "objective/kl": _mean([sum(each) for each in dumped.kl]),

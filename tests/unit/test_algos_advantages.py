@@ -4,7 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
+from mppo.algos.advantages import (
+    gae,
+    length_adaptive_lambda,
+    reward_to_go,
+    turn_gae,
+    turn_starts,
+)
 
 unhurried = settings(deadline=None, max_examples=40)
 
@@ -133,3 +139,56 @@ def test_length_adaptive_lambda():
     lam = length_adaptive_lambda(torch.tensor([0.0, 10.0, 100.0, 2000.0]), 0.05)
     # 1 - 1 / max(alpha n, 1): 0 for the empty and the short ones
     torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.8, 0.99]))
+
+
+def reference_turn_gae(rewards, values, mask, cu_seqlens, gamma, lam):
+    """Turn-PPO: one step a turn, with its summed reward and the value before its first token."""
+    advantages = torch.zeros_like(values)
+    for b in range(len(cu_seqlens) - 1):
+        turns = []
+        for t in range(int(cu_seqlens[b]), int(cu_seqlens[b + 1])):
+            if mask[t] > 0:
+                if turns and turns[-1][-1] == t - 1:
+                    turns[-1].append(t)
+                else:
+                    turns.append([t])
+        next_value = next_advantage = 0.0
+        for turn in reversed(turns):
+            delta = sum(rewards[t] for t in turn) + gamma * next_value - values[turn[0]]
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = values[turn[0]]
+            for t in turn:
+                advantages[t] = next_advantage
+    return advantages
+
+
+@unhurried
+@given(flat_batches(), st.floats(0, 1), st.floats(0, 1))
+def test_turn_gae_equals_a_loop_over_turns(batch, gamma, lam):
+    cu_seqlens, mask, rewards, values = batch
+    starts = turn_starts(mask, cu_seqlens)
+    actual = turn_gae(rewards, values, mask, starts, cu_seqlens, gamma, lam)
+    expected = reference_turn_gae(rewards, values, mask, cu_seqlens, gamma, lam)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_turns_start_after_a_gap_and_at_the_beginning_of_a_sequence():
+    # the last token of one sequence and the first one of the next are both of a response
+    mask = torch.tensor([0.0, 1, 1, 0, 1, 1, 1, 0, 0, 1])
+    starts = turn_starts(mask, torch.tensor([0, 5, 5, 10]))
+    assert starts.tolist() == [0, 1, 0, 0, 1, 1, 0, 0, 0, 1]
+    assert turn_starts(mask[:0], torch.tensor([0, 0])).tolist() == []
+
+
+def test_one_turn_is_one_step_and_single_tokens_are_gaes():
+    mask, cu_seqlens = torch.tensor([0.0, 1, 1, 1]), torch.tensor([0, 4])
+    rewards, values = torch.tensor([0.0, 1, 0, 2]), torch.tensor([0.0, 0.5, 9, 9])
+    starts = turn_starts(mask, cu_seqlens)
+    one = turn_gae(rewards, values, mask, starts, cu_seqlens, 0.9, 0.9)
+    assert one.tolist() == [0.0, 2.5, 2.5, 2.5]
+    apart = torch.tensor([1.0, 0, 1, 0, 1])
+    rewards, values, bounds = torch.rand(5), torch.rand(5), torch.tensor([0, 5])
+    torch.testing.assert_close(
+        turn_gae(rewards, values, apart, turn_starts(apart, bounds), bounds, 0.9, 0.8),
+        gae(rewards, values, apart, bounds, 0.9, 0.8),
+    )

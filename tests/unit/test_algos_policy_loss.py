@@ -33,6 +33,7 @@ def every_loss(new, old, advantages, mask, selected=None):
         "gspo": losses.gspo(new, old, advantages, mask, CU, LOW, HIGH),
         "gmpo": losses.gmpo(new, old, advantages, mask, CU, 0.4, 0.4),
         "cispo": losses.cispo(new, ratio, advantages, LOW, HIGH),
+        "dis": losses.dis(new, ratio, advantages, 0.3, 5.0),
         "sapo": losses.sapo(ratio, advantages, 1.0, 1.05),
         "clip_cov": losses.clip_cov(ratio, advantages, selected, LOW, HIGH),
         "kl_cov": losses.kl_cov(ratio, log_ratio, advantages, selected, 0.5),
@@ -89,6 +90,26 @@ def test_cispo_weights_the_log_probability_by_the_clipped_ratio():
     assert clipped.tolist() == [1, 0]
 
 
+def test_dis_is_the_papers_masked_policy_gradient():
+    # each side with either sign of A, both borders (a region that is open), and inside
+    low, high = 0.3, 5.0
+    ratios = [0.2, 0.2, 0.7, 0.71, 1.0, 3.0, 5.9, 6.0, 9.0, 9.0]
+    advantages = [1.0, -1.0, 1.0, -2.0, 0.5, 1.5, -1.0, 1.0, 1.0, -1.0]
+    new = torch.linspace(-2.0, -0.1, len(ratios), dtype=torch.float64, requires_grad=True)
+    ratio = torch.tensor(ratios, dtype=torch.float64) * (new - new.detach()).exp()
+    loss, masked, none = losses.dis(new, ratio, torch.tensor(advantages).double(), low, high)
+    kept = [r if 1 - low < r < 1 + high else 0.0 for r in ratios]
+    want = [-f * a * x for f, a, x in zip(kept, advantages, new.tolist())]
+    assert loss.tolist() == pytest.approx(want, abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert gradient.tolist() == pytest.approx([-f * a for f, a in zip(kept, advantages)], abs=1e-12)
+    assert masked.tolist() == [float(f == 0) for f in kept]
+    assert not none.any()
+    below, above = losses.outside_trust_region(ratio, low, high)
+    assert below.tolist() == [r <= 0.7 for r in ratios]
+    assert above.tolist() == [r >= 6.0 for r in ratios]
+
+
 def test_sapo_by_hand():
     loss, _, _ = losses.sapo(torch.tensor([1.0, 1.0]), torch.tensor([1.0, -1.0]), 1.0, 2.0)
     torch.testing.assert_close(loss, torch.tensor([-2.0, 1.0]))  # (4 / tau) / 2
@@ -104,9 +125,9 @@ def test_covariance_losses_act_on_the_selected_tokens():
     torch.testing.assert_close(loss, torch.tensor([-1.0, -2.0 + 0.5 * math.log(2)]))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("gspo", "cispo")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("gspo", "cispo", "dis")])
 def test_gradients_equal_finite_differences(name):
-    # gspo and cispo stop a gradient on purpose; theirs are worked out by hand
+    # gspo, cispo and dis stop a gradient on purpose; theirs are worked out by hand
     new, old, advantages, mask = inputs(spread=0.15)
     selected = torch.tensor([0, 1, 0, 0, 1, 0], dtype=torch.float64)
 

@@ -37,6 +37,14 @@ CORRECTION = "algorithm.rollout_correction"
             {"actor": {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "token-sum"}},
             "actor.loss_agg_mode",
         ),
+        ({"actor": {"policy_loss": {"loss_mode": "dis"}}}, f"{CORRECTION}.bypass_mode"),
+        (
+            {
+                "actor": {"policy_loss": {"loss_mode": "dis"}, "clip_ratio_low": 1.0},
+                "algorithm": {"rollout_correction": {"bypass_mode": True}},
+            },
+            "actor.clip_ratio_low",
+        ),
         ({"algorithm": {"f_norm": 2.0}}, "algorithm.f_norm"),
         (
             {"algorithm": {"whiten_over": "group", "whiten_advantages": False}},
@@ -92,6 +100,10 @@ def test_combinations_without_sense_are_refused(sections, key):
 
 
 def test_what_makes_sense_passes():
+    assert not faults_of(
+        actor={"policy_loss": {"loss_mode": "dis"}, "clip_ratio_low": 0.3, "clip_ratio_high": 5.0},
+        algorithm={"rollout_correction": {"bypass_mode": True}},
+    )
     assert not faults_of(actor={"use_kl_loss": True, "kl_loss_type": "full"})
     assert not faults_of(actor={"policy_loss": {"loss_mode": "gmpo"}})
     assert not faults_of(algorithm={"adv_estimator": "gpg", "f_norm": 2.0})

@@ -171,6 +171,25 @@ def test_a_critic_has_one_output():
     assert policy - value == 101 * 64 - 64
 
 
+def test_frozen_parameters_take_the_bytes_of_their_weights_only():
+    table, layout = parameter_table(model_shape(DENSE)), Layout(world=1)
+    count = count_parameters(table, layout, 0, list(range(6)), True, ("self_attn", "model.norm"))
+    kv = 64 // DENSE.num_attention_heads * DENSE.num_key_value_heads
+    frozen = 6 * (2 * 64 * 64 + 2 * 64 * kv) + 64
+    assert (count.frozen_dense, count.frozen_expert) == (frozen, 0)
+    critic = recipe().roles()[1]
+    assert critic.name == "critic"
+    memory = role_memory(critic, layout, count, "bfloat16")
+    assert memory.weights == 2 * count.total
+    assert memory.gradients == 4 * (count.total - frozen)
+    assert memory.optimizer == 12 * (count.total - frozen)
+    mixed = count_parameters(
+        parameter_table(model_shape(MOE)), Layout(world=4, ep=4), 0, [0], True, (r"experts\.\d",)
+    )
+    assert mixed.frozen_expert == mixed.expert
+    assert mixed.frozen_dense == 0
+
+
 def test_stages_hold_every_parameter_once():
     table = parameter_table(model_shape(DENSE))
     layout = Layout(world=3, pp=3)

@@ -147,6 +147,56 @@ def test_bypass_trains_against_the_engine_and_refuses_double_correction():
         estimate(outputs, AlgorithmConfig(rollout_correction=both), 0)
 
 
+def paper_masks(ratios, method):
+    """The weight of each token of one sequence, from its ratios actor / engine."""
+    geometric = math.prod(ratios) ** (1 / len(ratios))
+    if method == "icepop":
+        return [r if 0.5 <= r <= 5.0 else 0.0 for r in ratios]
+    if method == "mis_po":
+        kept = 0.996 <= geometric <= 1.001
+        return [float(kept and 0.5 <= r <= 2.0) for r in ratios]
+    return [r if 0.999 <= geometric <= 1.002 else 0.0 for r in ratios]  # seq-mask-tis
+
+
+METHODS = {
+    "icepop": {"rollout_is_mode": "mask", "rollout_is_lower": 0.5, "rollout_is_threshold": 5.0},
+    "mis_po": {
+        "rollout_is_mode": "indicator", "rollout_is_lower": 0.5, "rollout_is_threshold": 2.0,
+        "rollout_rs": "geometric", "rollout_rs_threshold_lower": 1 / 1.001,
+        "rollout_rs_threshold": 1 / 0.996,
+    },
+    "seq_mask_tis": {
+        "rollout_is_threshold": 1e9, "rollout_rs": "geometric",
+        "rollout_rs_threshold_lower": 1 / 1.002, "rollout_rs_threshold": 1 / 0.999,
+    },
+}  # fmt: skip
+"""The table of docs/algorithms.md."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_published_corrections_equal_their_definitions(method):
+    ratios = [
+        [1.001, 0.9975],  # 0.99925: inside MIS-PO's and seq-mask-tis's bounds
+        [1.0, 1.0, 0.994],  # 0.99800: MIS-PO's only
+        [1.0016, 1.0014],  # 1.0015: seq-mask-tis's only
+        [2.5, 0.4],  # 1: tokens beyond [0.5, 2]
+        [0.9, 5.1, 3.0, 0.3],
+        [6.0 / 4, 4.0 / 6],
+    ]
+    outputs = outputs_of([len(each) for each in ratios])
+    log_ratio = torch.zeros_like(outputs.batch.response_mask_T)
+    flat = [r for each in ratios for r in each]
+    inside = outputs.batch.response_mask_T > 0
+    log_ratio[inside] = torch.tensor(flat).log()
+    engine = outputs.batch.rollout_logprobs_T
+    outputs = dataclasses.replace(outputs, logprobs_T=engine + log_ratio)
+    correction = RolloutCorrectionConfig(rollout_is="token", **METHODS[method])
+    weight = estimate(outputs, AlgorithmConfig(rollout_correction=correction), 0).loss_weight_T
+    want = [w for each in ratios for w in paper_masks(each, method)]
+    assert weight[inside].tolist() == pytest.approx(want, rel=1e-6, abs=1e-6)
+    assert {0.0} < {round(w, 3) for w in want}, "some tokens are kept and some are not"
+
+
 def test_mask_truncated_removes_truncated_responses_from_the_loss():
     experience = estimate(outputs_of([2, 2]), AlgorithmConfig(mask_truncated=True), 0)
     assert experience.loss_weight_T.tolist() == [0, 1, 1, 0, 0, 0]

@@ -14,7 +14,7 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.selection import select_outputs
 from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
-from mppo.trainer.metrics import explained_variance
+from mppo.trainer.metrics import experience_metrics, explained_variance
 
 ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
 HALF = 0.5**0.5
@@ -180,8 +180,22 @@ def test_explained_variance_by_hand():
     # errors 0, 0, 0, 2: variance 1; returns: variance 5 / 3
     assert explained(values, returns, mask) == pytest.approx(0.4, abs=1e-5)
     # equal returns, or one token, have no variance to explain
-    assert math.isfinite(explained(values, torch.ones(5), mask))
-    assert explained(values[:1], returns[:1], mask[:1]) == 1.0
+    for equal in (1.0, 0.0, -3e4):
+        assert explained(values, torch.full((5,), equal), mask) is None
+    assert explained(values, torch.tensor([1.0, 1.0 + 1e-6, 1.0, 1.0, 7.0]), mask) is None
+    assert explained(values, torch.tensor([1.0, 1.001, 1.0, 1.0, 7.0]), mask) is not None
+    assert explained(values[:1], returns[:1], mask[:1]) is None
+    assert explained(values[:0], returns[:0], mask[:0]) is None
+
+
+@pytest.mark.parametrize("score", [0.0, 1.0, 1e4])
+def test_a_step_of_equal_returns_has_no_explained_variance(score):
+    # returns are values plus advantages: equal but for rounding
+    outputs = outputs_of([900, 3, 700, 1], [score] * 4, seed=5)
+    name = "critic/vf_explained_var"
+    assert name not in experience_metrics(estimate(outputs, AlgorithmConfig(), 0.0))
+    mixed = outputs_of([900, 3, 700, 1], [score, score, score + 1, score], seed=5)
+    assert name in experience_metrics(estimate(mixed, AlgorithmConfig(), 0.0))
 
 
 def test_the_kl_in_the_reward_by_hand():

@@ -85,7 +85,9 @@ def evaluate(targets, actor, cuts, logprobs, entropy):
 @pytest.mark.parametrize("loss_mode", LOSS_MODES)
 def test_micro_batches_do_not_change_loss_gradient_and_statistics(loss_mode, loss_agg_mode):
     experience = experience_of([3, 0, 5, 1, 4], rejected=[3])
-    actor = actor_of(loss_mode, loss_agg_mode, use_kl_loss=True, entropy_coeff=0.01)
+    actor = actor_of(
+        loss_mode, loss_agg_mode, use_kl_loss=True, entropy_coeff=0.01, positive_nll_coef=0.1
+    )
     targets = policy_targets(experience, [4, 0, 1, 2, 3], actor)
     generator = torch.Generator().manual_seed(9)
     logprobs = -torch.rand(len(targets.mask_T), generator=generator)
@@ -158,6 +160,31 @@ def test_rejected_sequences_do_not_count_in_the_normaliser():
         without = policy_targets(kept, [0, 2], actor)
         masked = policy_targets(rejected, [0, 1, 2], actor)
         torch.testing.assert_close(select_targets(masked, [0, 2]).weight_T, without.weight_T)
+
+
+def test_the_likelihood_of_positive_examples_is_vapos():
+    # -1 / sum_i |o_i| sum_i sum_t log pi over the responses with a positive score (VAPO)
+    experience = experience_of([3, 2, 4, 5], seed=2, rejected=[3])
+    scores = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    batch = replace(experience.old.batch, scores_B=scores)
+    experience = replace(experience, old=replace(experience.old, batch=batch))
+    order, positive = [3, 2, 1, 0], [0, 2]
+    plain, added = actor_of(), actor_of(positive_nll_coef=0.1)
+    targets = policy_targets(experience, order, added)
+    logprobs = (targets.old_logprobs_T - 0.3).requires_grad_()
+    without, _ = policy_objective(logprobs, logprobs.detach(), targets, plain)
+    loss, stats = policy_objective(logprobs, logprobs.detach(), targets, added)
+    parts = [select_sequences(logprobs, targets.cu_seqlens, [order.index(i)]) for i in positive]
+    nll = -sum(part[2:].sum() for part in parts) / (3 + 4)
+    torch.testing.assert_close(stats["actor/positive_nll"], nll.detach(), atol=1e-6, rtol=1e-6)
+    ours, theirs = (
+        torch.autograd.grad(each, logprobs, retain_graph=True)[0]
+        for each in (loss, without + 0.1 * nll)
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+    negative = replace(experience.old.batch, scores_B=-scores.abs())
+    none = replace(experience, old=replace(experience.old, batch=negative))
+    assert policy_targets(none, order, added).positive_weight_T.count_nonzero() == 0
 
 
 def test_full_kl_reaches_the_loss():

@@ -24,6 +24,27 @@ def bypass_corrects_already(context: RuleContext) -> Iterator[ConfigIssue]:
         )
 
 
+@rule("actor.policy_loss", "algorithm.rollout_correction")
+def dis_compares_with_the_engine(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The ratio of ``dis`` is that of the current policy to the engine's."""
+    loss_mode = context.recipe.actor.policy_loss.loss_mode
+    if loss_mode == "dis" and not context.recipe.algorithm.rollout_correction.bypass_mode:
+        key = "algorithm.rollout_correction.bypass_mode"
+        why = "actor.policy_loss.loss_mode = dis takes the ratio to the engine's probabilities"
+        yield ConfigIssue(key, False, why, "set it to true, or choose another loss")
+
+
+@rule("actor.policy_loss", "actor.clip_ratio", "actor.clip_ratio_low")
+def dis_masks_below_one(context: RuleContext) -> Iterator[ConfigIssue]:
+    """No ratio lies at or below ``1 - low`` if low is 1 or more: nothing would be masked there."""
+    actor = context.recipe.actor
+    name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    low = getattr(actor, name)
+    if actor.policy_loss.loss_mode == "dis" and low >= 1:
+        why = "1 - this is not above 0: no ratio is small enough for dis to mask"
+        yield ConfigIssue(f"actor.{name}", low, why, "choose a number below 1 (SAO: 0.3)")
+
+
 @rule("algorithm.rollout_correction")
 def veto_is_a_small_ratio(context: RuleContext) -> Iterator[ConfigIssue]:
     """A veto of 1 or more would drop sequences on which actor and engine agree."""
@@ -56,6 +77,32 @@ def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[Config
     if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator != "grpo":
         key = "algorithm.norm_adv_by_std_in_grpo"
         yield ConfigIssue(key, False, chosen, "leave it out, or choose grpo")
+
+
+@rule("algorithm.bootstrap_truncated", "algorithm.mask_truncated", "algorithm.whiten_rewards")
+def bootstrap_agrees_with_rewards(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A bootstrapped response is trained on, and its value is on the scale of the rewards."""
+    algorithm = context.recipe.algorithm
+    if not algorithm.bootstrap_truncated:
+        return
+    key = "algorithm.bootstrap_truncated"
+    if algorithm.mask_truncated:
+        why = "algorithm.mask_truncated leaves out the responses that it is for"
+        yield ConfigIssue(key, True, why, "set one of the two to false")
+    if algorithm.whiten_rewards:
+        why = "algorithm.whiten_rewards would divide the critic's value like a reward"
+        yield ConfigIssue(key, True, why, "set one of the two to false")
+
+
+@rule("algorithm.gae_unit", "algorithm.lam_length_adaptive_alpha")
+def lambda_by_length_counts_tokens(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A lambda by the number of tokens does not suit a GAE over turns."""
+    algorithm = context.recipe.algorithm
+    alpha = algorithm.lam_length_adaptive_alpha
+    if alpha is not None and algorithm.gae_unit == "turn":
+        why = "is a horizon in tokens, but algorithm.gae_unit = turn"
+        fix = "leave it out and set algorithm.lam, or set gae_unit to token"
+        yield ConfigIssue("algorithm.lam_length_adaptive_alpha", alpha, why, fix)
 
 
 _CORRECTION = "algorithm.rollout_correction"

@@ -104,9 +104,12 @@ def critic_keys_need_a_critic(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.critic_warmup", context.recipe.trainer.critic_warmup, why, fix)
     if context.recipe.critic.path:
         yield ConfigIssue("critic.path", context.recipe.critic.path, why, fix)
-    for name in ("lam_value", "lam_length_adaptive_alpha", "score_after_end"):
+    for name in (
+        "lam_value", "lam_length_adaptive_alpha", "score_after_end", "bootstrap_truncated",
+        "gae_unit",
+    ):  # fmt: skip
         value = getattr(context.recipe.algorithm, name)
-        if value not in (None, False):
+        if value not in (None, False, "token"):
             yield ConfigIssue(f"algorithm.{name}", value, why, fix)
 
 
@@ -304,18 +307,19 @@ def missing_eos_has_one_consequence(context: RuleContext) -> Iterator[ConfigIssu
         )
 
 
-@rule("data.max_prompt_length", "data.max_response_length", "model")
+@rule("data.max_prompt_length", "data.max_response_length", "model", "algorithm")
 def sequences_fit_positions(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Prompt and response fit the model's positions."""
+    """Prompt, response and the slot of ``bootstrap_truncated`` fit the model's positions."""
     limit = context.positions.get("actor")
-    data = context.recipe.data
-    longest = data.max_prompt_length + data.max_response_length
+    data, slot = context.recipe.data, int(context.recipe.algorithm.bootstrap_truncated)
+    longest = data.max_prompt_length + data.max_response_length + slot
     if limit is not None and longest > limit:
+        parts = "max_prompt_length + max_response_length"
+        parts += " + 1 (algorithm.bootstrap_truncated)" if slot else ""
         yield ConfigIssue(
             "data.max_response_length",
             data.max_response_length,
-            f"max_prompt_length + max_response_length = {longest} is more than the model's "
-            f"{limit} positions",
+            f"{parts} = {longest} is more than the model's {limit} positions",
             f"lower one of them by {longest - limit} tokens",
         )
 

@@ -50,10 +50,11 @@ class RolloutCorrectionConfig(Section):
     rollout_is_threshold: float = Field(default=2.0, gt=0)
     """Upper bound of the importance weights."""
     rollout_is_lower: float | None = Field(default=None, gt=0)
-    """Lower bound of the importance weights. null: none with ``truncate``, 1 / threshold with
-    ``mask``."""
-    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """For weights outside the bounds: clip them, or set them to 0 (IcePop)."""
+    """Lower bound of the importance weights. null: none with ``truncate``, otherwise 1 /
+    threshold."""
+    rollout_is_mode: Literal["truncate", "mask", "indicator"] = "truncate"
+    """For weights outside the bounds: clip them, or set them to 0 (IcePop). ``indicator``: 1 inside
+    the bounds and 0 outside (MIS-PO)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: Literal[
@@ -102,21 +103,27 @@ class ScoreNormalizationConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards, advantages and corrections. docs/algorithms.md has the formulas."""
 
-    preset: Literal["verl", "trl", "deepspeed_chat", "openrlhf"] | None = None
-    """Take another system's defaults for keys that the recipe does not set. null: mppo's own."""
+    preset: Literal[
+        "verl", "trl", "deepspeed_chat", "openrlhf", "sao", "vapo", "vc_ppo", "turn_ppo"
+    ] | None = None  # fmt: skip
+    """Take another system's defaults, or a paper's settings, for keys that the recipe does not set.
+    null: mppo's own defaults."""
     adv_estimator: Literal[
         "gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
     ] = "gae"  # fmt: skip
     """The advantage estimator. Only ``gae`` trains a critic."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token."""
+    """Discount per token, or per turn (``gae_unit``)."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of GAE."""
     lam_value: float | None = Field(default=None, ge=0, le=1)
     """Lambda of the critic's returns (VAPO). null: the policy's."""
     lam_length_adaptive_alpha: float | None = Field(default=None, gt=0)
     """Lambda by response length, 1 - 1 / (alpha length) (VAPO). null: ``lam``."""
+    gae_unit: Literal["token", "turn"] = "token"
+    """Steps of GAE: tokens, or turns of a conversation. With turns the critic learns one value per
+    turn, at its first token, and all tokens of a turn have its advantage (Turn-PPO)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of their group."""
     f_norm: float = Field(default=1.0, gt=0)
@@ -144,6 +151,9 @@ class AlgorithmConfig(Section):
     """Dynamic sampling (DAPO)."""
     mask_truncated: bool = False
     """Do not train on responses that reached ``data.max_response_length`` (overlong filtering)."""
+    bootstrap_truncated: bool = False
+    """Replace the score of a response that was cut off by its length by the critic's value of the
+    state after its last token (Step 3.5 Flash)."""
     score_after_end: bool = False
     """Put the score of a response that stopped one position after its stop token, a state whose
     value the critic learns too (TRL). false: on the last response token."""

@@ -30,6 +30,8 @@ class RoleConfig:
         temperature: log-probabilities are those of softmax(logits / temperature).
         optim: settings of its optimizer; None for a frozen role.
         router_replay: expert choices that the update replays (``mppo.models.moe.routing``).
+        freeze: regular expressions over Hugging Face names of parameters that are not trained.
+        bootstraps: a response that was cut off has a slot after its last token.
         ema_decay: decay of the moving average of the weights; None: no average.
         value_head_init: distribution of a value head that the model lacks.
         seed: seed of that value head.
@@ -45,6 +47,8 @@ class RoleConfig:
     temperature: float = 1.0
     optim: OptimConfig | None = None
     router_replay: Replay = "off"
+    freeze: tuple[str, ...] = ()
+    bootstraps: bool = False
     ema_decay: float | None = None
     value_head_init: ValueHeadInit = "inverse_hidden"
     seed: int = 0
@@ -56,9 +60,9 @@ class RoleConfig:
 
     @property
     def end_slots(self) -> int:
-        """Tokens that its passes add to every sequence: a reward model's score belongs to the slot
-        after the last token."""
-        return int(self.name == "reward_model")
+        """Tokens that its passes may add to a sequence: a reward model's score belongs to the slot
+        after the last token, and so does the value of the state where a response was cut off."""
+        return int(self.name == "reward_model" or self.bootstraps)
 
     @property
     def head(self) -> Head:

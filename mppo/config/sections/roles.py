@@ -62,9 +62,11 @@ class PolicyLossConfig(Section):
     """The policy loss and the options of single losses."""
 
     loss_mode: Literal[
-        "vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
+        "vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
     ] = "vanilla"
-    """The policy loss; ``vanilla`` is PPO's clipped loss. docs/algorithms.md has the formulas."""
+    """The policy loss; ``vanilla`` is PPO's clipped loss. ``dis`` (SAO) takes the ratio to the
+    engine: it needs ``algorithm.rollout_correction.bypass_mode``. docs/algorithms.md has the
+    formulas."""
     tau_pos: float = Field(default=1.0, gt=0)
     """SAPO: temperature where the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)
@@ -114,6 +116,9 @@ class ActorConfig(BatchingConfig):
     kl_loss_type: KLType = "low_var_kl"
     """Estimator of the KL loss; ``full`` sums over the vocabulary, a trailing ``+`` takes the
     gradient of k2."""
+    positive_nll_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the negative log-likelihood of responses whose score is above 0 (VAPO: 0.1);
+    0 turns it off."""
     optim: OptimConfig = OptimConfig(lr=1e-6)
     """The actor's optimizer."""
     megatron: MegatronConfig = MegatronConfig()
@@ -149,6 +154,9 @@ class CriticConfig(BatchingConfig):
     """Passes over each batch."""
     shuffle: bool = False
     """Shuffle the batch's sequences in every epoch before the cut into mini-batches."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions; parameters in whose Hugging Face names one of them occurs are not
+    trained and have neither gradients nor optimizer states (SAO: [self_attn], the attention)."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
     """Clip range of the value around the old value. null: no clipping."""
     value_loss_coef: float = Field(default=1.0, gt=0)

@@ -23,10 +23,12 @@ from mppo.algos.policy_loss import (
     cispo,
     clip_cov,
     clipped_surrogate,
+    dis,
     gmpo,
     gspo,
     importance_ratio,
     kl_cov,
+    outside_trust_region,
     plain_surrogate,
     policy_gradient,
     sapo,
@@ -41,6 +43,8 @@ _POLICY_STATISTICS = (
     "actor/ppo_kl", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
     "loss/policy_avg", "val/ratio",
 )  # fmt: skip
+_SIDES = ("actor/masked_below", "actor/masked_above")
+"""Statistics of the loss ``dis``: the shares of tokens on either side of its trust region."""
 _VALUE_STATISTICS = (
     "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "loss/value_avg",
     "val/clipfrac_avg",
@@ -82,7 +86,9 @@ def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
 class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     """The actor's loss on a micro-batch of a mini-batch.
 
-    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``
+    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``, and
+    ``positive_nll_coef`` times the mean of ``-log pi`` over the tokens of responses whose score is
+    above 0.
 
     Args:
         actor: loss mode and coefficients.
@@ -94,6 +100,10 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     def statistics(self) -> tuple[str, ...]:
         """See ``Objective``."""
         names = _POLICY_STATISTICS
+        if self.actor.policy_loss.loss_mode == "dis":
+            names = (*names, *_SIDES)
+        if self.actor.positive_nll_coef:
+            names = (*names, "actor/positive_nll")
         return (*names, "actor/kl_loss") if self.actor.use_kl_loss else names
 
     def __call__(
@@ -138,6 +148,13 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
             "loss/policy_avg": pg_loss.detach(),
             "val/ratio": mean(ratio_T),
         }
+        if actor.policy_loss.loss_mode == "dis":
+            sides = outside_trust_region(ratio_T.detach(), *clip_range(actor))
+            stats |= {name: mean(side_T) for name, side_T in zip(_SIDES, sides, strict=True)}
+        if actor.positive_nll_coef:
+            nll = -(targets.positive_weight_T * logprobs_T).sum()
+            loss = loss + actor.positive_nll_coef * nll
+            stats["actor/positive_nll"] = nll.detach()
         if actor.use_kl_loss:
             full_kl_T = outputs.full_kl_T
             if full_kl_T is not None:
@@ -149,6 +166,15 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
         return loss, stats
 
 
+def clip_range(actor: ActorConfig) -> tuple[float, float]:
+    """The clip ranges below and above 1: ``clip_ratio`` where they are null."""
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    return (
+        actor.clip_ratio if low is None else low,
+        actor.clip_ratio if high is None else high,
+    )
+
+
 def policy_loss(
     logprobs_T: Tensor,
     ratio_T: Tensor,
@@ -157,8 +183,7 @@ def policy_loss(
     actor: ActorConfig,
 ) -> Loss:
     """Compute the token losses of ``actor.policy_loss.loss_mode``."""
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    low, high = clip_range(actor)
     advantages_T, loss = targets.advantages_T, actor.policy_loss
     match loss.loss_mode:
         case "vanilla":
@@ -169,6 +194,8 @@ def policy_loss(
             return formula(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens, low, high)
         case "cispo":
             return cispo(logprobs_T, ratio_T, advantages_T, low, high)
+        case "dis":
+            return dis(logprobs_T, ratio_T, advantages_T, low, high)
         case "sapo":
             return sapo(ratio_T, advantages_T, loss.tau_pos, loss.tau_neg)
         case "clip_cov":

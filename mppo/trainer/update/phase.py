@@ -182,10 +182,13 @@ class UpdatePhase:
 
     def _critic_update(self, critic: Role) -> RoleUpdate:
         section, longest = self._roles.recipe.critic, self._roles.recipe.data.max_response_length
+        unit = self._roles.recipe.algorithm.gae_unit
         size = section.ppo_mini_batch_size or self._roles.recipe.actor.ppo_mini_batch_size
 
         def objective_of(sequences: tuple[int, ...], plan: MicroBatchPlan) -> ValueObjective:
-            targets = value_targets(self.experience, sequences, section, longest, self._gather)
+            targets = value_targets(
+                self.experience, sequences, section, longest, self._gather, unit
+            )
             return ValueObjective(*self._fetch(targets, sequences, plan, critic), section)
 
         return RoleUpdate(

@@ -130,6 +130,43 @@ SETTINGS = [
      "no effect"),
     ("a correction bound nobody uses", "algorithm.rollout_correction.rollout_is_lower=0.5",
      "algorithm.rollout_correction.rollout_is_lower", "no effect"),
+    ("SAO's loss against the actor's own pass", "actor.policy_loss.loss_mode=dis",
+     "algorithm.rollout_correction.bypass_mode", "takes the ratio to the engine's"),
+    ("SAO's loss without a lower side", "actor.policy_loss.loss_mode=dis "
+     "algorithm.rollout_correction.bypass_mode=true actor.clip_ratio_low=1.0",
+     "actor.clip_ratio_low", "no ratio is small enough"),
+    ("a frozen part that is misspelt", "critic.freeze=[self_atn]", "critic.freeze.0",
+     "did you mean self_attn?"),
+    ("a frozen part that is no pattern", "critic.freeze=[mlp,\"(\"]", "critic.freeze.1",
+     "is not a regular expression"),
+    ("a frozen part of no critic", "critic.freeze=[self_attn] algorithm.adv_estimator=grpo "
+     "rollout.n=2", "critic.freeze", "trains no critic"),
+    ("a part of a fused parameter", "critic.freeze=[q_proj]", "critic.freeze",
+     "one parameter in Megatron"),
+    ("frozen embeddings", "critic.freeze=[embed_tokens]", "critic.freeze", "has to be trained"),
+    ("a frozen value head", "critic.freeze=[score]", "critic.freeze", "has to be trained"),
+    ("a layer without a trained part", "critic.freeze=[\"layers.1.\"]", "critic.freeze",
+     "all of layer 1"),
+    ("some experts of a layer", "critic.freeze=[\"experts.0.\"] "
+     "model.path=builtin:tiny-moe", "critic.freeze", "some experts"),
+    ("right answers made unlikely", "actor.positive_nll_coef=-0.1", "actor.positive_nll_coef",
+     "a value >= 0"),
+    ("turns without a critic", "algorithm.gae_unit=turn algorithm.adv_estimator=grpo rollout.n=2",
+     "algorithm.gae_unit", "trains no critic"),
+    ("a horizon in tokens over turns", "algorithm.gae_unit=turn "
+     "algorithm.lam_length_adaptive_alpha=1.5", "algorithm.lam_length_adaptive_alpha",
+     "a horizon in tokens"),
+    ("no such unit", "algorithm.gae_unit=word", "algorithm.gae_unit", "token, turn"),
+    ("a bootstrap without a critic", "algorithm.bootstrap_truncated=true "
+     "algorithm.adv_estimator=grpo rollout.n=2", "algorithm.bootstrap_truncated",
+     "trains no critic"),
+    ("a bootstrap of what is left out", "algorithm.bootstrap_truncated=true "
+     "algorithm.mask_truncated=true", "algorithm.bootstrap_truncated", "leaves out"),
+    ("a bootstrap of whitened rewards", "algorithm.bootstrap_truncated=true "
+     "algorithm.whiten_rewards=true", "algorithm.bootstrap_truncated", "like a reward"),
+    ("a bootstrap beyond the positions", "algorithm.bootstrap_truncated=true "
+     "data.max_response_length=480", "data.max_response_length",
+     "+ 1 (algorithm.bootstrap_truncated) = 513 is more than"),
     ("a remote reward without address", "reward.name=remote", "reward.url", "needs it"),
     ("a reward function without name", "reward.name=function", "reward.function", "needs it"),
     ("an unknown way out of errors", "reward.on_error=skip", "reward.on_error", "one of: stop"),
