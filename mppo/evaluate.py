@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.build import build_agent, with_agent
-from mppo.agents.function import AgentFunction
+from mppo.agents.engine import Agent
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.checks import load_checked
@@ -83,7 +83,7 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     scorer: Scorer
-    agent: AgentFunction | None
+    agent: Agent | None
 
     @property
     def files(self) -> Path:
