@@ -30,6 +30,7 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.sections.registered import load_plugins
 from mppo.config.trl import TRL_KEYS, compute_trl_keys
 from mppo.config.verl.keys import VerlTranslation
 from mppo.config.verl.names import canonical_key
@@ -41,7 +42,7 @@ PATH_KEYS = frozenset(
         "model.path", "model.tokenizer_path", "critic.path", "ref.path",
         "reward_model.path", "reward_model.tokenizer_path",
         "data.train_files", "data.val_files", "data.ptx_files", "data.sources.*.train_files",
-        "data.sources.*.val_files", "trainer.default_local_dir",
+        "data.sources.*.val_files", "trainer.default_local_dir", "trainer.plugins",
     }
 )  # fmt: skip
 """Keys with paths: ``~`` and ``$VARIABLE`` are expanded in their values; ``*`` is any number."""
@@ -120,6 +121,7 @@ def read_recipe(
     document = compute_trl_keys(translation.document, issues, translation.remarks)
     if remarks is not None:
         remarks += [*repeated_overrides(overrides), *translation.remarks]
+    issues += load_plugins(document)
     document = _normalise(apply_preset(document), Recipe, "", issues)
     try:
         return Recipe.model_validate(document), issues

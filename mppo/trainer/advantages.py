@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.advantages import gae, length_adaptive_lambda, reward_to_go
-from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
+from mppo.algos.group_baselines import OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
 from mppo.algos.masked import (
@@ -226,9 +227,13 @@ def _advantages(
     reward_B = gather_of(batch).sequences(sequence_sum(rewards_T, cu_seqlens))
     # the reward of an empty response is on no token
     outcome_B = torch.where(length_B > 0, reward_B, batch.scores_B)
-    formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
+    formula = register.estimator[algorithm.adv_estimator]
     options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
     advantage_B = formula(outcome_B, batch.group_B, length_B, options)
+    shape = getattr(advantage_B, "shape", None)
+    if shape != outcome_B.shape:
+        what = f"the advantage estimator {algorithm.adv_estimator!r} returned {shape}"
+        raise InputError(f"{what}; return one number for each of {len(outcome_B)} responses")
     advantages_T = expand_to_tokens(batch.here(advantage_B), cu_seqlens) * mask_T
     return advantages_T, advantages_T
 

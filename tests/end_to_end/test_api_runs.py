@@ -61,7 +61,7 @@ assert run.status.status == "finished" and [e.kind for e in run.events] == ["sta
 assert run.samples[0]["step"] == 1
 
 again = mppo.train(recipe("one"), reward=reward)
-assert (again.steps, again.metrics) == (2, {}) and seen["ends"] == 1
+assert again.steps == 2 and again.metrics.keys() == last.keys() and seen["ends"] == 1
 
 def broken(data_source, solution_str, ground_truth, extra_info):
     return {}["missing"]
@@ -148,3 +148,37 @@ def test_a_launcher_starts_it_on_two_ranks(fails, tmp_path):
     assert result.returncode
     what = "failed while on_step: on_step of the callback Watch failed: ValueError: only here"
     assert f"mppo: rank 1 of 2 {what} (program.py, line " in result.stderr
+
+
+PLUGIN = """
+import mppo
+
+@mppo.register.policy_loss("whole")
+def whole(inputs):
+    return inputs.logprobs_T
+
+@mppo.register.metric("broken")
+def broken(data):
+    return data.scored.scores_B[10**6]
+"""
+FAULTS = {
+    "actor.policy_loss.loss_mode=whole": "the policy loss 'whole' returned [torch.Size([",
+    "actor.policy_loss.loss_mode=plain": "the metric 'broken' failed: IndexError: index 1000000 is "
+    "out of bounds for dimension 0 with size 4 (my_plugin.py, line 10); correct it",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), FAULTS.items(), ids=["result", "exception"])
+def test_a_faulty_function_of_a_plugin_ends_the_run_as_the_users_fault(setting, message, tmp_path):
+    (tmp_path / "my_plugin.py").write_text(PLUGIN)
+    script = tmp_path / "program.py"
+    call = f"mppo.train(recipe('run', 'trainer.plugins=my_plugin.py', {setting!r}))"
+    script.write_text(RECIPE + f"try:\n    {call}\nexcept mppo.InputError as error: print(error)")
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path, env={**os.environ, **QUIET},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith(message)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -47,6 +47,7 @@ and ``config`` do."""
 
 LAYERS = (
     {"safety", "cpu"},
+    {"register"},
     {"algos", "parallel"},
     {"batch"},
     {"weights"},

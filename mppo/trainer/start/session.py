@@ -15,6 +15,7 @@ from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
+from mppo.report.run_record import read_run
 from mppo.report.status import finished_steps
 from mppo.safety.private import private_files
 from mppo.safety.temporary import remove_leftovers
@@ -37,7 +38,7 @@ class RunResult:
     Args:
         folder: the run folder; ``mppo.read_run`` reads it.
         steps: PPO steps that are done, those of earlier starts included.
-        metrics: of the last step of this start; empty if it made none.
+        metrics: of the last step; empty if this start made none of an unfinished run.
     """
 
     folder: Path
@@ -92,7 +93,7 @@ def train_and_export(
                     exit_report.say("stopped before the first step: nothing to save")
                 return RunResult(trainer.run_dir, 0, {})
             if run is None:
-                return RunResult(trainer.run_dir, finished_steps(trainer.run_dir), {})
+                return _finished(trainer.run_dir)
             try:
                 with heartbeat.report_failures():  # at once: run.stop() may take long
                     train(run)
@@ -101,6 +102,13 @@ def train_and_export(
             finally:
                 run.stop()
     return RunResult(trainer.run_dir, *run.last)
+
+
+def _finished(folder: Path) -> RunResult:
+    """The result of a run that had finished before."""
+    rows = read_run(folder).metrics
+    metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+    return RunResult(folder, finished_steps(folder), metrics)
 
 
 def _export(run: Run) -> None:
