@@ -28,6 +28,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
 from mppo.batch.batch import Batch
@@ -37,7 +38,7 @@ from mppo.parallel import device
 from mppo.trainer.advantages import estimate
 
 GAMMA, LAM = 1.0, 0.95
-ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+ESTIMATORS = register.estimator.own
 
 
 def fastest(work: Callable[[], object], repeat: int) -> dict[str, float]:

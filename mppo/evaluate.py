@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import Agent, build_agent, with_agent
+from mppo.agents.build import EpisodeAgent, build_agent, with_agent
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.checks import load_checked
@@ -82,7 +82,7 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     scorer: Scorer
-    agent: Agent | None
+    agent: EpisodeAgent | None
 
     @property
     def files(self) -> Path:

@@ -14,14 +14,12 @@ from pathlib import Path
 
 from mppo.config.errors import ConfigError
 from mppo.config.extras import SIMULATION
-from mppo.config.rules.rule import world_size_of
-from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
-from mppo.trainer.start.checked_recipe import checked_recipe
+from mppo.trainer.start.checked_recipe import planned_run
 
 
 @redacted_output()
@@ -31,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="recipe (YAML)")
     add_plan_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return plan(parser.parse_intermixed_args(argv))
+    return print_plan(parser.parse_intermixed_args(argv))
 
 
 def add_plan_options(parser: argparse._ActionsContainer) -> None:
@@ -45,7 +43,7 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--picture", type=Path, help=picture)
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def print_plan(arguments: argparse.Namespace) -> int:
     """Check a recipe and print its plan on the first rank.
 
     Args:
@@ -66,18 +64,23 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
-    configs = ModelConfigs(arguments.config)
-    world = arguments.world_size or (info.world_size if info.world_size > 1 else None)
-    recipe = checked_recipe(arguments.config, arguments.overrides, info, world, configs)
+    found = planned_run(
+        arguments.config, arguments.overrides, info, arguments.world_size, arguments.gpu
+    )
     missing = SIMULATION.issue("--simulate", True) if arguments.simulate else None
     if missing is not None:
         raise ConfigError([missing])
     if info.rank:
         return 0
-    from mppo.planning.describe import dry_run
+    from mppo.planning.describe import check_picture, draw_plan
+    from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    found = {role.name: configs.read(role.path) for role in recipe.roles()}
-    code = dry_run(recipe, world or world_size_of(recipe), found, arguments.gpu, arguments.picture)
+    if arguments.picture is not None:
+        check_picture(arguments.picture)
+    print(found)
+    if arguments.picture is not None:
+        draw_plan(found, arguments.picture)
+    code = 0 if found.fits else EXIT_TOO_LARGE
     if arguments.simulate:
         simulate = SIMULATION.load("--simulate", True)
         options = (arguments.world_size, arguments.gpu)

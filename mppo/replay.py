@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mppo.batch.outputs import Experience
 from mppo.checkpoint.run_state import load_roles
-from mppo.config.schema import Recipe
+from mppo.config.load import load_recipe
 from mppo.dumps.experience_files import named_tensors
 from mppo.dumps.stale import stale_reason
 from mppo.hub.builtin import read_model_config
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             read_checkpoint(table.parent)
         device.check()
         case, experience = load_case(folder)
-        recipe = Recipe.model_validate(case.recipe)
+        recipe = load_recipe(case.recipe)
         guard.set_limit(recipe.trainer.heartbeat_timeout_s)
     except _NO_CASE as error:
         return _refuse(folder, error)

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mppo.config.errors import ConfigError
-from mppo.config.rules.rule import has_interleaved_role
-from mppo.config.schema import Recipe
-from mppo.parallel.environment import check_queues, set_for_training
-from mppo.parallel.launch import LaunchInfo
-from mppo.plan import add_plan_options, plan
+from mppo.parallel.environment import set_for_training
+from mppo.plan import add_plan_options, print_plan
 from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
-from mppo.trainer.start.checked_recipe import checked_recipe
+from mppo.trainer.start.checked_recipe import recipe_to_train
+from mppo.trainer.start.user_parts import UserParts
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
 # checks of a recipe's keys need none of them
@@ -32,16 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
     arguments = _parse(argv)
     if arguments.dry_run:
-        return plan(arguments)
+        return print_plan(arguments)
     set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     try:
         info, guard = start_guarded()
     except ValueError as error:
         return exit_report.refuse_recipe(error)
     try:
-        recipe = checked_recipe(arguments.config, arguments.overrides, info, info.world_size)
-        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
-        _check_machine(recipe, info)
+        recipe = recipe_to_train(arguments.config, arguments.overrides, info, guard)
     except ValueError as error:
         return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
@@ -51,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with no_early_success():
             from mppo.trainer.start.session import train_and_export
 
-            return train_and_export(recipe, info, guard)
+            train_and_export(recipe, info, guard, UserParts())
+            return 0
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
@@ -88,22 +85,6 @@ _PLANNED = {
     "world_size": "; without it the launcher sets the number of ranks",
 }
 """Options of a plan, and why a run has none."""
-
-
-def _check_machine(recipe: Recipe, info: LaunchInfo) -> None:
-    """Check device and packages; the first rank says which packages are not the tested ones."""
-    interleaved = has_interleaved_role(recipe)
-    # CUDA and NCCL read them later
-    set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
-    from mppo.parallel import device
-    from mppo.parallel.node.versions import check_versions
-
-    device.check()
-    if device.is_cuda():
-        check_queues(os.environ, interleaved)
-    remark = check_versions()
-    if remark and info.rank == 0:
-        exit_report.say(remark)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.engine import ConversationEngine
-from mppo.agents.function import AgentFunction
+from mppo.agents.function import AgentFunction, CallableAgent
 from mppo.agents.hosted_function import HostedFunction, check_function
 from mppo.agents.program import CommandProgram, Program
 from mppo.agents.turn_text import TurnText
@@ -14,12 +17,17 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.agent import AgentConfig
 from mppo.rollout.engine import RolloutEngine
 
-Agent = AgentFunction | Program
+EpisodeAgent = AgentFunction | CallableAgent | Program
 """Answers turns of the policy, or asks for them."""
 
 
-def build_agent(recipe: Recipe) -> Agent | None:
+def build_agent(recipe: Recipe, given: Callable[..., Any] | None = None) -> EpisodeAgent | None:
     """The agent of ``rollout.agent``; None without one, and for ``trainer.replay``.
+
+    Args:
+        recipe: the recipe.
+        given: the agent that ``rollout.agent.path`` names, of the program that started the run;
+            None: it is imported.
 
     Raises:
         ConfigError: the agent cannot be imported, or does not accept its arguments.
@@ -27,6 +35,8 @@ def build_agent(recipe: Recipe) -> Agent | None:
     config = recipe.rollout.agent
     if config is None or recipe.trainer.replay is not None:
         return None
+    if given is not None:
+        return CallableAgent(config, given)
     return _program(config) if config.uses_endpoint else AgentFunction(config)
 
 
@@ -40,7 +50,7 @@ def _program(config: AgentConfig) -> Program:
 
 def with_agent(
     engine: RolloutEngine,
-    agent: Agent | None,
+    agent: EpisodeAgent | None,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutEngine:
@@ -49,7 +59,7 @@ def with_agent(
     if agent is None or config is None:
         return engine
     world = dist.get_world_size()
-    if isinstance(agent, AgentFunction):
+    if isinstance(agent, AgentFunction | CallableAgent):
         assert config.path is not None, "a rule has checked it"
         turn_text = TurnText(tokenizer)
         return ConversationEngine(

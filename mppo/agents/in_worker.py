@@ -23,7 +23,13 @@ def load_in_worker(
         arguments: of the class, or those of the function besides the conversation.
         timeout_s: seconds after which a call of an async agent is cancelled.
     """
-    agent = make_agent(import_function(name), arguments)
+    return answers_of(make_agent(import_function(name), arguments), timeout_s)
+
+
+def answers_of(
+    agent: Callable[[Conversation], Any], timeout_s: float
+) -> Callable[[Sequence[Conversation]], Sequence[Any]]:
+    """An agent as a function of several conversations; ``timeout_s`` as of ``load_in_worker``."""
     if not is_async(agent):
         return lambda items: [_encoded(agent(item)) for item in items]
 

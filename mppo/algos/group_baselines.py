@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.unique import unique_index
 
 
@@ -135,8 +136,9 @@ class OutcomeOptions:
 
 
 OutcomeEstimator = Callable[[Tensor, Tensor, Tensor, OutcomeOptions], Tensor]
+"""``(scores_B, group_B, length_B, options) -> advantage_B``; length_B are response tokens."""
 
-OUTCOME_ESTIMATORS: dict[str, OutcomeEstimator] = {
+_OWN: dict[str, OutcomeEstimator] = {
     "grpo": lambda score, group, length, options: grpo(score, group, options.by_std),
     "dr_grpo": lambda score, group, length, options: grpo(score, group, False),
     "rloo": lambda score, group, length, options: rloo(score, group),
@@ -147,4 +149,4 @@ OUTCOME_ESTIMATORS: dict[str, OutcomeEstimator] = {
     "opo": lambda score, group, length, options: opo(score, group, length),
     "gpg": lambda score, group, length, options: gpg(score, group, options.f_norm),
 }
-"""By recipe name: ``(scores_B, group_B, response length_B, options) -> advantage_B``."""
+register.estimator.fill(_OWN)

@@ -6,9 +6,13 @@ float ``[T]``, and two indicators ``[T]``: where the clip range and where the du
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.masked import expand_to_tokens, sequence_mean
 
 LOG_RATIO_LIMIT = 20.0
@@ -17,7 +21,45 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0
 Loss = tuple[Tensor, Tensor, Tensor]
 
 
-def _with_indicators(
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss is computed from, for complete sequences of a micro-batch.
+
+    Args:
+        logprobs_T: float ``[T]``, of the current policy, with its gradient.
+        old_logprobs_T: float ``[T]``, of the policy before the update.
+        ratio_T, log_ratio_T: float ``[T]``, of :func:`importance_ratio`.
+        advantages_T: float ``[T]``.
+        mask_T: float ``[T]``, 1 on the tokens that are trained.
+        cu_seqlens: int64 ``[B + 1]``.
+        low, high: clip range.
+        selected_T: float ``[T]``, tokens selected by their covariance (clip_cov, kl_cov).
+        dual_clip: bound of the ratio for negative advantages; None: none.
+        tau_pos, tau_neg: temperatures of sapo.
+        kl_coef: of kl_cov.
+    """
+
+    logprobs_T: Tensor
+    old_logprobs_T: Tensor
+    ratio_T: Tensor
+    log_ratio_T: Tensor
+    advantages_T: Tensor
+    mask_T: Tensor
+    cu_seqlens: Tensor
+    selected_T: Tensor
+    low: float = 0.2
+    high: float = 0.2
+    dual_clip: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    kl_coef: float = 0.1
+
+
+PolicyLoss = Callable[[LossInputs], Loss]
+"""Returns the loss of each token and two indicators, as :func:`with_indicators` makes them."""
+
+
+def with_indicators(
     loss_T: Tensor, clipped_T: Tensor | None = None, dual_clipped_T: Tensor | None = None
 ) -> Loss:
     """A loss with its two indicators; None becomes zeros."""
@@ -53,16 +95,16 @@ def clipped_surrogate(
     clipped_T = -advantages_T * ratio_T.clamp(1 - low, 1 + high)
     loss_T = torch.maximum(plain_T, clipped_T)
     if dual_clip is None:
-        return _with_indicators(loss_T, clipped_T > plain_T)
+        return with_indicators(loss_T, clipped_T > plain_T)
     bound_T = -advantages_T * dual_clip
     was_bounded_T = (advantages_T < 0) & (loss_T > bound_T)
     dual_clipped_T = torch.where(was_bounded_T, bound_T, loss_T)
-    return _with_indicators(dual_clipped_T, clipped_T > plain_T, was_bounded_T)
+    return with_indicators(dual_clipped_T, clipped_T > plain_T, was_bounded_T)
 
 
 def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
     """``-A r``: the surrogate without clipping; at ratio 1 its gradient is REINFORCE's."""
-    return _with_indicators(-advantages_T * ratio_T)
+    return with_indicators(-advantages_T * ratio_T)
 
 
 def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
@@ -70,7 +112,7 @@ def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
 
     Source: GPG, https://arxiv.org/abs/2504.02546; verl ``compute_policy_loss_gpg``.
     """
-    return _with_indicators(-advantages_T * logprobs_T)
+    return with_indicators(-advantages_T * logprobs_T)
 
 
 def gspo(
@@ -126,7 +168,7 @@ def gmpo(
     mean_B = sequence_mean(pessimistic_T, mask_T, cu_seqlens)
     ratio_T = expand_to_tokens(mean_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), cu_seqlens)
     was_clipped_T = clipped_T != log_ratio_T
-    return _with_indicators(
+    return with_indicators(
         -advantages_T * ratio_T,
         was_clipped_T & (advantages_T > 0),
         was_clipped_T & (advantages_T < 0),
@@ -141,7 +183,7 @@ def cispo(
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585; verl ``compute_policy_loss_cispo``.
     """
     weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
-    return _with_indicators(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach())
+    return with_indicators(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach())
 
 
 def outside_trust_region(ratio_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -174,7 +216,7 @@ def dis(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, h
     below_T, above_T = outside_trust_region(ratio_T, low, high)
     masked_T = below_T | above_T
     weight_T = torch.where(masked_T, 0.0, ratio_T).detach()
-    return _with_indicators(-weight_T * advantages_T * logprobs_T, masked_T)
+    return with_indicators(-weight_T * advantages_T * logprobs_T, masked_T)
 
 
 def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> Loss:
@@ -184,7 +226,7 @@ def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) 
     """
     tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * (4.0 / tau_T)
-    return _with_indicators(-gate_T * advantages_T)
+    return with_indicators(-gate_T * advantages_T)
 
 
 def clip_cov(
@@ -200,7 +242,7 @@ def clip_cov(
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``.
     """
     loss_T, _, _ = clipped_surrogate(ratio_T, advantages_T, low, high, None)
-    return _with_indicators(loss_T * (1.0 - selected_T), selected_T)
+    return with_indicators(loss_T * (1.0 - selected_T), selected_T)
 
 
 def kl_cov(
@@ -220,4 +262,25 @@ def kl_cov(
     Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``.
     """
     loss_T = -advantages_T * ratio_T + kl_coef * log_ratio_T.abs() * selected_T
-    return _with_indicators(loss_T, selected_T)
+    return with_indicators(loss_T, selected_T)
+
+
+def _sequence_loss(formula: Callable[..., Loss]) -> PolicyLoss:
+    return lambda x: formula(
+        x.logprobs_T, x.old_logprobs_T, x.advantages_T, x.mask_T, x.cu_seqlens, x.low, x.high
+    )
+
+
+_OWN: dict[str, PolicyLoss] = {
+    "vanilla": lambda x: clipped_surrogate(x.ratio_T, x.advantages_T, x.low, x.high, x.dual_clip),
+    "gspo": _sequence_loss(gspo),
+    "gmpo": _sequence_loss(gmpo),
+    "cispo": lambda x: cispo(x.logprobs_T, x.ratio_T, x.advantages_T, x.low, x.high),
+    "dis": lambda x: dis(x.logprobs_T, x.ratio_T, x.advantages_T, x.low, x.high),
+    "sapo": lambda x: sapo(x.ratio_T, x.advantages_T, x.tau_pos, x.tau_neg),
+    "clip_cov": lambda x: clip_cov(x.ratio_T, x.advantages_T, x.selected_T, x.low, x.high),
+    "kl_cov": lambda x: kl_cov(x.ratio_T, x.log_ratio_T, x.advantages_T, x.selected_T, x.kl_coef),
+    "gpg": lambda x: policy_gradient(x.logprobs_T, x.advantages_T),
+    "plain": lambda x: plain_surrogate(x.ratio_T, x.advantages_T),
+}
+register.policy_loss.fill(_OWN)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.hub_data import FetchDataSet, with_local_files
-from mppo.config.load import read_recipe, source_name
+from mppo.config.load import Given, read_recipe, source_name
 from mppo.config.rules import (
     agent,
     algorithm,
@@ -98,7 +98,7 @@ def check_recipe(
 
 
 def load_checked(
-    path: str | Path | None,
+    given: Given,
     overrides: Sequence[str],
     world_size: int | None,
     read_hf_config: ReadConfig | None = None,
@@ -113,7 +113,7 @@ def load_checked(
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
     Args:
-        path: YAML file; None starts from the defaults.
+        given: where the recipe comes from.
         overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
@@ -135,9 +135,9 @@ def load_checked(
         ConfigError: with all issues; those that need a model's config.json only if there are no
             others.
     """
-    recipe, issues = read_recipe(path, overrides, remarks)
+    recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None:
-        raise ConfigError(issues, source=source_name(path))
+        raise ConfigError(issues, source=source_name(given))
     world_size = world_size or world_size_of(recipe)
     issues += _unless_known(
         check_recipe(recipe, world_size, {}, _keys(issues), ranks_per_node), issues
@@ -159,7 +159,7 @@ def load_checked(
         if engine_check is not None and actor_is_valid:
             issues += _check_engine(recipe, configs["actor"], engine_check)
     if issues:
-        raise ConfigError(_without_duplicates(issues), source=source_name(path))
+        raise ConfigError(_without_duplicates(issues), source=source_name(given))
     return recipe
 
 

@@ -19,11 +19,18 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mppo.config.document import BASE_KEY, apply_overrides, merge_documents, read_document
+from mppo.config.document import (
+    BASE_KEY,
+    apply_overrides,
+    merge_documents,
+    read_document,
+    rename_keys,
+)
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.sections.megatron import Offload
+from mppo.config.sections.registered import load_plugins
 from mppo.config.trl import TRL_KEYS, compute_trl_keys
 from mppo.config.verl.keys import VerlTranslation
 from mppo.config.verl.names import canonical_key
@@ -35,18 +42,26 @@ PATH_KEYS = frozenset(
         "model.path", "model.tokenizer_path", "critic.path", "ref.path",
         "reward_model.path", "reward_model.tokenizer_path",
         "data.train_files", "data.val_files", "data.ptx_files", "data.sources.*.train_files",
-        "data.sources.*.val_files", "trainer.default_local_dir",
+        "data.sources.*.val_files", "trainer.default_local_dir", "trainer.plugins",
     }
 )  # fmt: skip
 """Keys with paths: ``~`` and ``$VARIABLE`` are expanded in their values; ``*`` is any number."""
 
 
-def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+Given = str | Path | Mapping[str, Any] | Recipe | None
+"""A recipe's file, its content as a mapping, a recipe that was loaded before, or None: the
+defaults."""
+
+
+def load_recipe(
+    given: Given, overrides: Sequence[str] = (), remarks: list[str] | None = None
+) -> Recipe:
     """Read, merge and validate a recipe.
 
     Args:
-        path: YAML file; None starts from the defaults.
+        given: where it comes from.
         overrides: ``section.key=value`` settings, later ones winning.
+        remarks: as of ``read_recipe``.
 
     Returns:
         The recipe.
@@ -54,24 +69,34 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     Raises:
         ConfigError: with all issues.
     """
-    recipe, issues = read_recipe(path, overrides)
+    recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None or issues:
-        raise ConfigError(issues, source=source_name(path))
+        raise ConfigError(issues, source=source_name(given))
     return recipe
 
 
-def source_name(path: str | Path | None) -> str:
+def source_file(given: Given) -> Path | None:
+    """The file that a recipe comes from, if there is one."""
+    if isinstance(given, Recipe):
+        return given.file
+    return Path(given) if isinstance(given, str | Path) else None
+
+
+def source_name(given: Given) -> str:
     """The recipe's name in messages."""
-    return f"recipe {path}" if path is not None else "recipe (defaults and command line)"
+    path = source_file(given)
+    if path is not None:
+        return f"recipe {path}"
+    return "recipe (defaults and command line)" if given is None else "recipe"
 
 
 def read_recipe(
-    path: str | Path | None, overrides: Sequence[str] = (), remarks: list[str] | None = None
+    given: Given, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> tuple[Recipe | None, list[ConfigIssue]]:
     """Load a recipe and return its issues instead of raising.
 
     Args:
-        path, overrides: as for ``load_recipe``.
+        given, overrides: as for ``load_recipe``.
         remarks: receives a line for the log for every key that has no effect or another meaning
             than written.
 
@@ -81,8 +106,12 @@ def read_recipe(
     """
     issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}
-    if path is not None:
-        document, issues = read_document(Path(path))
+    if isinstance(given, Recipe):
+        document = given.model_dump(mode="json")
+    elif isinstance(given, Mapping):
+        document = rename_keys(given, issues)
+    elif given is not None:
+        document, issues = read_document(Path(given))
         if not document and issues:
             return None, issues
     document, override_issues = apply_overrides(document, overrides)
@@ -92,6 +121,7 @@ def read_recipe(
     document = compute_trl_keys(translation.document, issues, translation.remarks)
     if remarks is not None:
         remarks += [*repeated_overrides(overrides), *translation.remarks]
+    issues += load_plugins(document)
     document = _normalise(apply_preset(document), Recipe, "", issues)
     try:
         return Recipe.model_validate(document), issues

@@ -7,9 +7,10 @@ key; checks that need more than one key are in ``mppo.config.rules``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.config.sections.data import DataConfig
@@ -46,6 +47,18 @@ class Recipe(Section):
     """A reward model on Megatron-Core, beside the other roles."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, checkpoints, reports and supervision of the run."""
+    _file: Path | None = PrivateAttr(default=None)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that ``of_file`` has set, for messages and to find the models' configs."""
+        return self._file
+
+    def of_file(self, file: Path | None) -> Recipe:
+        """This recipe as one that was read from a file."""
+        named = self.model_copy()
+        named._file = file
+        return named
 
     @model_validator(mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +22,91 @@ from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.planning.token_budgets import given_budgets
-from mppo.planning.verdict import EXIT_TOO_LARGE, Moment, describe_verdict
+from mppo.planning.verdict import Moment, describe_verdict
 from mppo.report.residency import PhaseBars, draw_residency
 
 RANKS_SHOWN = 64
 PICTURES = (".svg", ".png", ".pdf")
 
 
-def dry_run(
-    recipe: Recipe,
-    world_size: int,
-    hf_configs: Mapping[str, Any],
-    gpu: str | None,
-    picture: Path | None,
-) -> int:
-    """Print the plan, who is where in which phase, and the verdict.
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run; as text it is what ``mppo-plan`` prints.
+
+    Args:
+        recipe: the recipe.
+        fit: what is where on the GPUs, and whether it fits.
+        text: the plan.
+        host_issue: why the run does not fit its hosts; None: it does.
+    """
+
+    recipe: Recipe
+    fit: Fit
+    text: str
+    host_issue: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits its GPUs and hosts."""
+        return self.fit.verdict.fits and self.host_issue is None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict, and what would help if the run does not fit."""
+        found = describe_verdict(self.fit.verdict)
+        return found if self.host_issue is None else f"{found}\n{self.host_issue}"
+
+    @property
+    def memory(self) -> dict[str, dict[str, float]]:
+        """GiB on the GPU of the rank with the largest moment: by phase, of each role's parts,
+        ``passes`` (activations and buffers), ``engine`` and ``contexts``."""
+        found: dict[str, dict[str, float]] = {}
+        for bars in residency_bars(self.fit):
+            sizes = found.setdefault(bars.phase, {})
+            for name, size in bars.device.items():
+                purpose = name.partition(" ")[0]
+                sizes[purpose] = sizes.get(purpose, 0.0) + size / GIB
+        return found
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plan_run(
+    recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any], gpu: str | None = None
+) -> RunPlan:
+    """Plan a run: who is where in which phase, and the verdict.
 
     Args:
         recipe: a recipe that is valid for this world size.
         world_size: number of ranks.
         hf_configs: Hugging Face config object of each role's model, by role.
-        gpu: the option --gpu; None: the recipe's GPU, or the default.
-        picture: file for a picture of who is where; None: no picture.
-
-    Returns:
-        The exit code: 0 if the run fits its GPUs and hosts.
+        gpu: name of the GPU, or its memory in GiB; None: the recipe's GPU, or the default.
 
     Raises:
-        ConfigError: an option is wrong.
+        ConfigError: there is no such GPU.
     """
     device = planned_gpu(recipe, gpu)
-    if picture is not None:
-        check_picture(picture)
-    print(describe_plan(recipe, world_size, hf_configs))
     plans = plan_roles(recipe, world_size, hf_configs)
     fit = plan_fit(recipe, plans, device)
     need = host_need(recipe, plans, fit)
     issue = planned_host_issue(need, recipe)
-    print("\n".join([describe_fit(plans, fit, need), *([str(issue)] if issue else [])]))
     steps = recipe.trainer.total_training_steps
-    print(f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
-    if picture is not None:
-        title = f"{recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
-        draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
-        print(f"\ndrawn: {picture}")
-    return 0 if fit.verdict.fits and issue is None else EXIT_TOO_LARGE
+    parts = [
+        describe_plan(recipe, world_size, hf_configs),
+        describe_fit(plans, fit, need),
+        *([str(issue)] if issue else []),
+        f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}",
+    ]
+    return RunPlan(recipe, fit, "\n".join(parts), str(issue) if issue else None)
+
+
+def draw_plan(plan: RunPlan, picture: Path) -> None:
+    """Draw who is where in which phase into a file, and print its name."""
+    fit = plan.fit
+    title = f"{plan.recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
+    draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
+    print(f"\ndrawn: {picture}")
 
 
 def check_picture(path: Path) -> None:

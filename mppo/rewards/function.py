@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response, describe, shorten
-from mppo.rewards.result import RewardResult
+from mppo.rewards.result import NoScore, RewardResult
 from mppo.rewards.scores import FailedScore, no_score
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
@@ -21,10 +22,12 @@ from mppo.rewards.workers.user_function import (
     ONE_RESPONSE,
     FunctionForm,
     Item,
+    calls_of,
     form_of,
     import_function,
 )
 from mppo.rewards.workers.worker import ScoringTask
+from mppo.safety.python_file import describe_error
 
 KEY = "reward.function"
 
@@ -57,7 +60,7 @@ class FunctionReward:
         per_call = 1
         if self.form.batched or self.form.is_async:
             per_call = self.batch_size or -(-len(responses) // self.workers) or 1
-        results = self._pool.run([self._item(each) for each in responses], per_call)
+        results = self._pool.run([item_of(each, self.form) for each in responses], per_call)
         return [self._read(*pair) for pair in zip(results, responses)]
 
     @cached_property
@@ -68,10 +71,6 @@ class FunctionReward:
         # the worker cancels a coroutine itself; the process ends only if that does not help
         limit = self.timeout_s * (2 if self.form.is_async else 1)
         return WorkerPool(task, self.workers, limit)
-
-    def _item(self, response: Response) -> Item:
-        prompt, ids = response.prompt, list(response.token_ids) if self.form.takes_ids else []
-        return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt), ids
 
     def _read(self, result: Result, response: Response) -> RewardResult | FailedScore:
         if result.outcome == SCORE:
@@ -84,11 +83,72 @@ class FunctionReward:
             TIMEOUT: f"it took longer than reward.timeout_s, {self.timeout_s:g} s, or the part of "
             "it that is left after other time-outs",
         }.get(result.outcome, result.text)
-        message = (
-            f"the reward function {self.name} failed on {describe(response.prompt)}, "
-            f"response {shorten(response.text)!r}: {how}"
-        )
-        return FailedScore(message, result.unscored.reason if result.unscored else None)
+        reason = result.unscored.reason if result.unscored else None
+        return FailedScore(_failure(self.name, response, how), reason)
+
+
+@dataclass(frozen=True)
+class CallableReward:
+    """Calls a function of the program that started the run, in this process and without limits.
+
+    Args:
+        name: of the function, for messages.
+        function: as that of ``FunctionReward``.
+        kwargs: its arguments besides those of its form.
+        form: how it is called.
+        timeout_s: seconds after which a call of a coroutine function is cancelled.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    form: FunctionForm
+    timeout_s: float
+
+    def __call__(self, responses: Sequence[Response]) -> list[Any]:
+        if not (self.form.batched or self.form.is_async):
+            return [result for each in responses for result in self._score([each])]
+        return self._score(responses) if responses else []
+
+    def _score(self, responses: Sequence[Response]) -> list[Any]:
+        """The results of one call; if several responses share one that raised, of one for each."""
+        items = [item_of(each, self.form) for each in responses]
+        try:
+            results = list(self._thread.submit(self._call, items).result())
+        except NoScore as why:
+            return [FailedScore(no_score(str(why), each)) for each in responses]
+        except Exception as error:
+            if len(responses) > 1:
+                return [result for each in responses for result in self._score([each])]
+            results = [error]
+        return [
+            FailedScore(_failure(self.name, each, describe_error(result)))
+            if isinstance(result, BaseException)
+            else result
+            for result, each in zip(results, responses)
+        ]
+
+    @cached_property
+    def _call(self) -> Callable[[Sequence[Item]], Sequence[Any]]:
+        return calls_of(self.function, self.kwargs, self.form, self.timeout_s)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """A thread of its own: a notebook runs an event loop in the main one."""
+        return ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+
+def _failure(name: str, response: Response, how: str) -> str:
+    return (
+        f"the reward function {name} failed on {describe(response.prompt)}, "
+        f"response {shorten(response.text)!r}: {how}"
+    )
+
+
+def item_of(response: Response, form: FunctionForm) -> Item:
+    """The arguments of a function for one response."""
+    prompt, ids = response.prompt, list(response.token_ids) if form.takes_ids else []
+    return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt), ids
 
 
 def extra_info(prompt: Prompt) -> dict[str, Any]:
@@ -117,14 +177,24 @@ def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> Func
         ConfigError: the function cannot be imported, or does not accept the arguments.
     """
     function = import_callable(KEY, name, "function", "name a function of it")
+    return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)
+
+
+def checked_form(
+    name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> FunctionForm:
+    """The form of a reward function.
+
+    Raises:
+        ConfigError: the function does not accept the arguments.
+    """
     try:
-        form = form_of(function, kwargs)
+        return form_of(function, kwargs)
     except TypeError as error:
         extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
         fix = f"accept ({', '.join(ONE)}), or lists as ({', '.join(MANY)}),{extra}"
         issue = ConfigIssue(KEY, name, f"its parameters do not fit: {error}", fix.rstrip(","))
         raise ConfigError([issue]) from error
-    return FunctionReward(name, kwargs, form, **settings)
 
 
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from mppo import register
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.extras import CODE_VERIFIER
@@ -175,11 +176,11 @@ class RuleReward:
     def _find(self, name: str, key: str = "reward.verifier") -> ProgramVerifier:
         if name == verifiers.CODE:
             return self._code
-        plain = verifiers.PARTIAL if self.partial_credit else verifiers.VERIFIERS
+        plain = verifiers.PARTIAL if self.partial_credit else register.verifier
         if name in plain:
             return plain[name]
         known = [*plain, verifiers.CODE]
-        if name in verifiers.VERIFIERS:
+        if name in register.verifier:
             why = f"the verifier {name} gives no partial credit"
             fix = f"remove it, or set {key} to one of {', '.join(known)}"
             raise ConfigError([ConfigIssue("reward.kwargs.partial_credit", True, why, fix)])

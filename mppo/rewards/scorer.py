@@ -19,7 +19,7 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
-from mppo.rewards.function import load_function
+from mppo.rewards.function import CallableReward, checked_form, load_function
 from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
@@ -252,6 +252,7 @@ def build_scorer(
     max_response_length: int | None = None,
     with_model: bool = False,
     has_agent: bool = False,
+    given: Callable[..., Any] | None = None,
 ) -> Scorer:
     """Build the scorer of a recipe.
 
@@ -262,6 +263,8 @@ def build_scorer(
         with_model: the recipe has a reward model, for the caller to add; without ``reward.weight``
             it is the only source of scores.
         has_agent: the recipe has ``rollout.agent``.
+        given: the function that ``reward.function`` names, of the program that started the run;
+            None: it is imported.
 
     Raises:
         ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
@@ -275,14 +278,16 @@ def build_scorer(
             )
             raise ConfigError([issue])
     alone = with_model and reward.weight is None
-    function = None if alone else build_reward_function(reward)
+    function = None if alone else build_reward_function(reward, given)
     cache = ScoreCache() if reward.cache else None
     return Scorer(
         function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent
     )
 
 
-def build_reward_function(reward: RewardConfig) -> RewardFunction:
+def build_reward_function(
+    reward: RewardConfig, given: Callable[..., Any] | None = None
+) -> RewardFunction:
     """Build the rule, function or client of a server that ``reward.*`` names.
 
     Raises:
@@ -306,6 +311,10 @@ def build_reward_function(reward: RewardConfig) -> RewardFunction:
             RuleReward, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
         )
         return _with_kwargs(make, reward.kwargs, keys)
+    if given is not None:
+        name, kwargs = str(reward.function), reward.kwargs
+        form = checked_form(name, given, kwargs)
+        return CallableReward(name, given, kwargs, form, reward.timeout_s)
     if reward.name == "function":
         return load_function(
             str(reward.function),

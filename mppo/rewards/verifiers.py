@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mppo import register
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.safety.input_error import InputError
 
@@ -101,7 +102,7 @@ def reasoning_gym(response: str, ground_truth: str, extra: Mapping[str, Any]) ->
     return float(scorer(answer=extract_final(response), entry=entry) >= 1.0)
 
 
-VERIFIERS: dict[str, Verifier] = {
+_OWN: dict[str, Verifier] = {
     "exact": exact,
     "final_answer": final_answer,
     "gsm8k": gsm8k,
@@ -110,6 +111,7 @@ VERIFIERS: dict[str, Verifier] = {
     "math": math,
     "reasoning_gym": reasoning_gym,
 }
+register.verifier.fill(_OWN)
 
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 """The verifiers that pass the response to a package, by the package's name. The package may need
@@ -142,7 +144,7 @@ def load_in_worker(
     The first call initialises caches of the package. It happens here, once, so that the processes
     forked afterwards share them.
     """
-    verify = VERIFIERS[name]
+    verify = _OWN[name]
     importlib.import_module(PACKAGES[name])
     if name == "math":
         # math-verify warns that its time is not bounded; the worker pool bounds it
@@ -162,7 +164,7 @@ def verifier_for(data_source: str) -> str:
             return name
     why = f"no verifier is known for the data source {data_source!r}"
     fix = (
-        f"set it to one of {', '.join([*VERIFIERS, CODE])}, or set reward.name=function and "
+        f"set it to one of {', '.join(register.verifier.names)}, or set reward.name=function and "
         "reward.function"
     )
     raise ConfigError([ConfigIssue("reward.verifier", None, why, fix)])

@@ -30,6 +30,11 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
         tick()
 
 
+def begin() -> None:
+    """Forget an earlier run of this process: a notebook may start several."""
+    _failed_in.clear()
+
+
 def current() -> str:
     """Return the phase this rank is in, or the one it failed in."""
     return " > ".join(_failed_in or _stack) or "start"

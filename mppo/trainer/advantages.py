@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.advantages import (
     gae,
     length_adaptive_lambda,
@@ -17,7 +18,7 @@ from mppo.algos.advantages import (
     turn_gae,
     turn_starts,
 )
-from mppo.algos.group_baselines import OUTCOME_ESTIMATORS, OutcomeOptions
+from mppo.algos.group_baselines import OutcomeOptions
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
 from mppo.algos.masked import (
@@ -275,11 +276,15 @@ def _advantages(
     reward_B = gather_of(batch).sequences(sequence_sum(rewards_T, cu_seqlens))
     # the reward of an empty response is on no token
     outcome_B = torch.where(length_B > 0, reward_B, batch.scores_B)
-    formula = OUTCOME_ESTIMATORS[algorithm.adv_estimator]
+    formula = register.estimator[algorithm.adv_estimator]
     options = OutcomeOptions(algorithm.norm_adv_by_std_in_grpo, algorithm.f_norm)
     last_E = episodes.last_E
     outcome_E = outcome_B[last_E] + earlier_E
     advantage_E = formula(outcome_E, batch.group_B[last_E], episodes.sum(length_B), options)
+    shape = getattr(advantage_E, "shape", None)
+    if shape != outcome_E.shape:
+        what = f"the advantage estimator {algorithm.adv_estimator!r} returned {shape}"
+        raise InputError(f"{what}; return one number for each of {len(outcome_E)} responses")
     advantages_T = expand_to_tokens(batch.here(advantage_E[episodes.of_B]), cu_seqlens) * mask_T
     return advantages_T, advantages_T
 

@@ -61,6 +61,7 @@ def train(run: Run) -> None:
         run.roles.placement.enter(SAVE)
     done = run.checkpoints.resume(run.folder.found)
     run.folder.begin()
+    run.last = (done, {})
     on_first_rank(partial(run.reporter.start, done))
     run.reporter.event("start", done, layout_line(run.recipe, group_size()))
     sync_weights(run, version=done)
@@ -83,6 +84,8 @@ def train(run: Run) -> None:
             with suppress(StepInterrupted), rescuing(run, step, metrics):
                 metrics |= validate(run, step)
         run.reporter.log(step, metrics)
+        run.last = (step, metrics)
+        run.callbacks.on_step(step, metrics)
         run.seconds.clear()
         with run.stage("save_checkpoint", step):
             if run.checkpoints.after_step(step, last, metrics):
@@ -128,6 +131,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
     rollout, sampling_metrics = collect_rollout(run, step)
+    run.callbacks.on_batch(rollout.batch)
     run.reward_stats.merge(rollout.batch.scores_B[rollout.batch.episodes.last_E])
     batch, baseline_B = normalize_scores(
         rollout.batch, rollout.baseline_B, algorithm, run.reward_stats

@@ -6,13 +6,16 @@ A number has one name here; ``docs/configuration.md`` lists TRL's aliases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos import rollout_correction
 from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
 from mppo.batch.batch import Batch
@@ -26,6 +29,7 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
+from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
 from mppo.trainer.selection import informative_sequences
 
@@ -40,6 +44,35 @@ def batch_metrics(
 ) -> dict[str, float]:
     """All metrics of a step's data before the update; a dump has what they need. Collective.
 
+    Arguments as of :class:`StepData`.
+
+    Raises:
+        InputError: a plugin's metric is no number.
+    """
+    data = StepData(scored, outputs, experience, step, recipe)
+    metrics: dict[str, float] = {}
+    for name, compute in register.metric.items():
+        found = compute(data)
+        metrics |= found if name in register.metric.own else {name: _number(name, found)}
+    return metrics
+
+
+def _number(name: str, found: Any) -> float:
+    """The value of a plugin's metric: a number, or a tensor of one."""
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = f"returned a value of type {type(found).__name__}: {error}"
+        raise InputError(f"the metric {name!r} {why}; return one number") from error
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What the metrics of a step are computed from.
+
+    Tensors ``[B]`` are of all sequences of the batch, those ``[T]`` of the sequences that this rank
+    holds (``mppo.batch.batch``); ``gather_of`` brings numbers of one per sequence together.
+
     Args:
         scored: the batch with raw scores.
         outputs: the models' outputs of the batch.
@@ -47,10 +80,17 @@ def batch_metrics(
         step: the PPO step.
         recipe: the recipe.
     """
-    metrics = experience_metrics(experience, recipe.algorithm.gae_unit) | score_metrics(
-        scored, recipe
-    )
-    return metrics | mismatch_metrics(outputs, step)
+
+    scored: Batch
+    outputs: Outputs
+    experience: Experience
+    step: int
+    recipe: Recipe
+
+
+Metric = Callable[[StepData], Any]
+"""A plugin's metric returns one number, those of mppo return several by name. Every rank calls it,
+and the first rank logs its value."""
 
 
 def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[str, float]:
@@ -416,3 +456,11 @@ def unscored(episodes: Sequence[Episode]) -> dict[str, float]:
     """Number of responses that were not scored, by reason."""
     found = [each.scored.unscored for each in episodes]
     return {reason: float(found.count(reason)) for reason in UNSCORED}
+
+
+_OWN: dict[str, Metric] = {
+    "experience": lambda data: experience_metrics(data.experience, data.recipe.algorithm.gae_unit),
+    "scores": lambda data: score_metrics(data.scored, data.recipe),
+    "mismatch": lambda data: mismatch_metrics(data.outputs, data.step),
+}
+register.metric.fill(_OWN)

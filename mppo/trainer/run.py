@@ -25,6 +25,7 @@ from mppo.rollout.engine import Generation, RolloutEngine
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 from mppo.trainer.run_folder import RunFolder
+from mppo.trainer.start.user_parts import Callbacks
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Run:
     Args:
         seconds: duration of each stage of the current step.
         ahead: the next iteration's pending rollout (``trainer.rollout_ahead``); None: none.
+        last: number and metrics of the last step that is done; of a resumed run no metrics.
     """
 
     recipe: Recipe
@@ -77,8 +79,10 @@ class Run:
     reporter: Reporter
     folder: RunFolder
     total_steps: int
+    callbacks: Callbacks
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: PendingRollout | None = None
+    last: tuple[int, dict[str, float]] = (0, {})
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:

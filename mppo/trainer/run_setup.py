@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import Agent, build_agent, with_agent
+from mppo.agents.build import EpisodeAgent, build_agent, with_agent
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -49,10 +49,11 @@ from mppo.trainer.roles import Roles, trained_models
 from mppo.trainer.run import Run, exporting
 from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
 from mppo.trainer.sft import train_sft
+from mppo.trainer.start.user_parts import UserParts
 from mppo.weights.model_folder import companion_folder
 
 
-def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None:
+def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts) -> Run | None:
     """Build prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
 
     Returns:
@@ -65,16 +66,15 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     stop_request.expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
     folder = resolve_model(recipe.model.path, seed=trainer.seed)
-    read_config = partial(load_config, trust_remote_code=recipe.model.trust_remote_code)
-    tokenizer = load_tokenizer(
-        recipe.model.tokenizer_path or folder, recipe.model.trust_remote_code
-    )
+    is_trusted = recipe.model.trust_remote_code
+    read_config = partial(load_config, trust_remote_code=is_trusted)
+    tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, is_trusted)
     training, validation, prompts = _load_prompts(recipe, tokenizer)
     configs = {role.name: read_config(role.path) for role in recipe.roles()}
     everything = [*training.prompts, *validation.prompts]
     check_token_ids(recipe, everything, configs)
-    scorer = _build_scorer(recipe, tokenizer, everything)
-    agent = build_agent(recipe)
+    scorer = _build_scorer(recipe, tokenizer, everything, parts)
+    agent = build_agent(recipe, parts.agent)
     total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
@@ -103,8 +103,8 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
     stop_request.sync()
     engine = _build_engine(recipe, agent, tokenizer, folder, read_config, run_folder)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
-    parts = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
-    state = (trainer, run_dir / CHECKPOINTS, roles.trained, parts)
+    states = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
+    state = (trainer, run_dir / CHECKPOINTS, roles.trained, states)
     export = partial(exporting, engine, roles)
     saver = Checkpointer(*state, redact(plain), stop, announce, export, reporter.flush)
     return Run(
@@ -121,6 +121,7 @@ def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest) -> Run | None
         reporter=reporter,
         folder=run_folder,
         total_steps=total_steps,
+        callbacks=parts.callbacks,
     )
 
 
@@ -131,20 +132,25 @@ def _steps(recipe: Recipe, prompts: PromptLoader) -> int:
 
 
 def _build_scorer(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    parts: UserParts,
 ) -> Scorer:
     """Build the scorer of ``reward.*``, and try it on the prompts."""
     with_model = recipe.reward_model.in_use
     limit = recipe.data.max_response_length
     has_agent = recipe.rollout.agent is not None
-    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent)
+    scorer = build_scorer(
+        recipe.reward, tokenizer, limit, with_model, has_agent, given=parts.reward
+    )
     scorer.check(prompts)
     return scorer
 
 
 def _build_engine(
     recipe: Recipe,
-    agent: Agent | None,
+    agent: EpisodeAgent | None,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     read_config: Callable[[Path], Any],

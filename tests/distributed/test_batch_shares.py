@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import start_ranks
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
@@ -28,7 +29,7 @@ from mppo.parallel.layout import Layout
 
 LENGTHS = [3, 0, 5, 2, 9, 1, 40, 4, 7, 0, 12, 6]
 LIMIT = 40
-ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+ESTIMATORS = register.estimator.own
 SCANS = ("gae", "reinforce_plus_plus", "remax")
 """Estimators whose recursion over tokens rounds according to the position on the token axis."""
 
@@ -124,7 +125,7 @@ def compare_targets(folder: Path) -> None:
         for outputs in (complete, shared(complete))
     )
     whole, batch = one.old.batch, here.old.batch
-    modes = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
+    modes = register.policy_loss.own
     aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__
     pairs = [(mode, "token-mean") for mode in modes] + [("vanilla", agg) for agg in aggregations]
     indices = [7, 2, 0, 11, 5, 6]

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
+from mppo import register
 from mppo.config.presets import PAPERS, PRESETS
-from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.config.sections.roles import ActorConfig, PolicyLossConfig
+from mppo.config.sections.roles import ActorConfig
 
 LONG = 200
 NO_CRITIC = "algorithm.adv_estimator=rloo"
@@ -45,8 +45,8 @@ COMMON = [
     "trainer.sample_table_rows=0",
 ]
 FACTORS = {
-    "algorithm.adv_estimator": AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__,
-    "actor.policy_loss.loss_mode": PolicyLossConfig.model_fields["loss_mode"].annotation.__args__,
+    "algorithm.adv_estimator": register.estimator.own,
+    "actor.policy_loss.loss_mode": register.policy_loss.own,
     "actor.loss_agg_mode": ActorConfig.model_fields["loss_agg_mode"].annotation.__args__,
     "kl": ("none", "reward k1", "reward k3", "loss k3", "loss k2+", "both abs", "both full"),
     "correction": (

@@ -44,6 +44,8 @@ TOLERANCES: dict[str, float | None] = {
 Other outputs must be equal."""
 
 SMALL: dict[str, str] = {
+    "docs/adding_an_estimator.md": "trainer.total_training_steps=1 trainer.warm_start_steps=0 "
+    "data.train_batch_size=4 data.val_size=4 actor.ppo_mini_batch_size=4",
     "docs/start.md": "trainer.total_training_steps=1 trainer.warm_start_steps=0 "
     "data.train_batch_size=4 data.val_size=4 actor.ppo_mini_batch_size=4",
     "docs/schedule.md": "trainer.total_training_steps=3 data.train_batch_size=32 "

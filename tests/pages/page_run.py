@@ -18,6 +18,8 @@ from mppo.config.load import json_schema
 
 _FILE = re.compile(r"# ([\w/]+\.\w+)\n")
 """First line of a block that is a file: later blocks of the page find it."""
+PLUGIN = "@mppo.register."
+"""In a file: recipes of the page execute it."""
 SITE = "toctree"
 """Blocks that Sphinx checks when the site is built (``test_docs.py``)."""
 
@@ -43,6 +45,8 @@ class PageRun:
             return []
         if file := _FILE.match(block.text):
             (self._folder / file[1]).write_text(block.text + "\n")
+        if file and PLUGIN in block.text:
+            return []
         if block.language == "yaml":
             return self._yaml(block)
         if block.language == "python":

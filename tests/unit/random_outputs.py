@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from mppo import register
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
 from mppo.config.sections.algorithm import (
-    AlgorithmConfig,
     RolloutCorrectionConfig,
 )
 
-ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+ESTIMATORS = register.estimator.own
 
 
 REJECTIONS = RolloutCorrectionConfig.model_fields["rollout_rs"].annotation.__args__

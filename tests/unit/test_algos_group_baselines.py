@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mppo import register
 from mppo.algos import group_baselines as groups
 
 SCORES = torch.tensor([1.0, 3.0, 5.0, 7.0])
@@ -46,14 +47,14 @@ def test_gpg_scales_by_the_share_of_nonzero_scores():
 
 def test_equal_scores_give_no_advantage():
     scores, group = torch.full((4,), 0.3), torch.tensor([1, 1, 1, 1])
-    for name, formula in groups.OUTCOME_ESTIMATORS.items():
+    for name, formula in register.estimator.items():
         advantage = formula(scores, group, torch.ones(4), groups.OutcomeOptions())
         torch.testing.assert_close(advantage, torch.zeros(4), msg=name)
 
 
 def test_an_empty_batch_gives_empty_advantages():
     nothing = torch.zeros(0)
-    for formula in groups.OUTCOME_ESTIMATORS.values():
+    for formula in register.estimator.values():
         group = torch.zeros(0, dtype=torch.int64)
         assert len(formula(nothing, group, nothing, groups.OutcomeOptions())) == 0
 
@@ -67,7 +68,7 @@ def test_estimators_do_not_depend_on_the_order_of_samples(labels, random):
     generator = torch.Generator().manual_seed(len(labels))
     scores = torch.randn(len(labels), generator=generator, dtype=torch.float64)
     length = torch.randint(0, 9, (len(labels),), generator=generator).double()
-    for name, formula in groups.OUTCOME_ESTIMATORS.items():
+    for name, formula in register.estimator.items():
         options = groups.OutcomeOptions()
         straight = formula(scores, group, length, options)
         shuffled = formula(scores[order], group[order], length[order], options)

@@ -47,6 +47,7 @@ and ``config`` do."""
 
 LAYERS = (
     {"safety", "cpu"},
+    {"register"},
     {"algos", "parallel"},
     {"batch"},
     {"weights"},
@@ -59,7 +60,7 @@ LAYERS = (
     {"agents"},
     {"trainer"},
     {"evaluate", "plan", "preflight", "replay", "serve"},
-    {"train"},
+    {"api", "train"},
     {"mppo_migrate", "mppo_reward_server", "mppo_sandbox", "mppo_simulate"},
 )
 """Rooms, modules directly under ``mppo``, and the packages of ``extras/``: each imports itself and
@@ -142,9 +143,9 @@ def test_nothing_imports_upwards(room):
 
 
 def test_every_room_and_module_has_its_layer():
-    found = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")}
+    found = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py."))}
     found |= {path.name for path in EXTRAS}
-    assert found - {"py.typed"} == set.union(*LAYERS)
+    assert found == set.union(*LAYERS)
 
 
 def test_parallel_imports_no_formula_and_no_recipe():
@@ -229,7 +230,7 @@ def test_no_module_hides_an_installed_or_standard_package():
     """``torchrun mppo/train.py`` puts mppo/ itself first on sys.path."""
     taken = set(sys.stdlib_module_names) | set(packages_distributions())
     taken |= {"megatron", "sglang", "apex", "transformer_engine", "tensorboard", "wandb", "mpi4py"}
-    names = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("_")}
+    names = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py."))}
     assert not names & taken
 
 
@@ -373,8 +374,9 @@ def test_every_recipe_key_is_read_somewhere():
     assert [key for key in keys_of(Recipe) if key.rsplit(".", 1)[-1] not in words] == []
 
 
-SAME_ON_PURPOSE = {"main", "install", "load", "load_in_worker", "EntryClass"}
-"""Programs, replacements of Megatron's parts, and names that SGLang and the workers look up."""
+SAME_ON_PURPOSE = {"main", "install", "load", "load_in_worker", "train", "EntryClass"}
+"""Programs, replacements of Megatron's parts, names that SGLang and the workers look up, and the
+API's ``train`` beside the stage of that name."""
 
 
 def test_one_public_name_means_one_thing():

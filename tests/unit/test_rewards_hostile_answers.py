@@ -5,6 +5,7 @@ import time
 import pytest
 from patient_judge import without_hurry
 
+from mppo import register
 from mppo.batch.prompt import Prompt
 from mppo.rewards import verifiers
 from mppo.rewards.programs import extract_program
@@ -27,7 +28,7 @@ def code(response, ground_truth, extra):
 
 
 COMPARISONS = {
-    **{name: each for name, each in verifiers.VERIFIERS.items() if name not in verifiers.PACKAGES},
+    **{name: each for name, each in register.verifier.items() if name not in verifiers.PACKAGES},
     "exact with partial credit": verifiers.exact_partial,
     "code": code,
 }
@@ -99,4 +100,4 @@ def test_latex_bombs_score_0_and_end_at_the_time_limit():
 def test_boxes_units_and_commas(name, response, truth, score):
     if name in verifiers.PACKAGES:
         pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
-    assert verifiers.VERIFIERS[name](response, truth, {}) == score
+    assert register.verifier[name](response, truth, {}) == score

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
+from mppo import register
 from mppo.config.errors import ConfigError
 from mppo.data.tasks import task
 from mppo.rewards import verifiers
 from mppo.rewards.verifiers import (
-    VERIFIERS,
     extract_final,
     last_boxed,
     last_tagged,
@@ -48,7 +48,7 @@ NESTED = r"so \boxed{1} or \boxed{\frac{1}{2}}"
     ],
 )
 def test_scores(name, response, truth, score):
-    assert VERIFIERS[name](response, truth, {}) == score
+    assert register.verifier[name](response, truth, {}) == score
 
 
 def test_negative_last_number_keeps_its_sign():

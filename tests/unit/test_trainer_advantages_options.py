@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from mppo import register
 from mppo.algos.masked import merged_moments, sequence_moments
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
@@ -16,7 +17,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionCon
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, explained_variance
 
-ESTIMATORS = AlgorithmConfig.model_fields["adv_estimator"].annotation.__args__
+ESTIMATORS = register.estimator.own
 HALF = 0.5**0.5
 
 

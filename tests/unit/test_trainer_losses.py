@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mini_batch_objectives import policy_objective, value_objective
 
+from mppo import register
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Experience, Outputs
@@ -23,7 +24,7 @@ from mppo.trainer.update.objectives import PolicyObjective
 LIMIT = 10
 policy_targets = partial(mini_batch_targets.policy_targets, max_response_length=LIMIT)
 value_targets = partial(mini_batch_targets.value_targets, max_response_length=LIMIT)
-LOSS_MODES = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
+LOSS_MODES = register.policy_loss.own
 AGGREGATIONS = LossAggMode.__args__
 
 

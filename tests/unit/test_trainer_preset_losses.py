@@ -10,6 +10,7 @@ import torch
 from mini_batch_objectives import policy_objective, value_objective
 from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
 
+from mppo import register
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.sections.algorithm import (
@@ -104,7 +105,7 @@ def test_a_preset_reproduces_its_systems_losses(name, seed):
 
 
 def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
-    losses = PolicyLossConfig.model_fields["loss_mode"].annotation.__args__
+    losses = register.policy_loss.own
     aggregations = ActorConfig.model_fields["loss_agg_mode"].annotation.__args__
     kinds = ("k1", "abs+", "k2", "k3+")
     corrections = ("off", "token", "sequence")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mppo.config.sections.registered import check_of, schema_of
 from mppo.config.sections.section import Section
+from mppo.register import estimator
 
 KLType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
@@ -108,11 +110,9 @@ class AlgorithmConfig(Section):
     ] | None = None  # fmt: skip
     """Take another system's defaults, or a paper's settings, for keys that the recipe does not set.
     null: mppo's own defaults."""
-    adv_estimator: Literal[
-        "gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    ] = "gae"  # fmt: skip
-    """The advantage estimator. Only ``gae`` trains a critic."""
+    adv_estimator: Annotated[str, check_of(estimator), schema_of(estimator)] = "gae"
+    """The advantage estimator, or the name of a plugin's (``trainer.plugins``). Only ``gae`` trains
+    a critic."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token, or per turn (``gae_unit``)."""
     lam: float = Field(default=1.0, ge=0, le=1)

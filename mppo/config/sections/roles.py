@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from mppo.config.sections.algorithm import KLType
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
+from mppo.config.sections.registered import check_of, schema_of
 from mppo.config.sections.section import Section
+from mppo.register import policy_loss
 
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 """Policy losses defined with seq-mean-token-mean. They always use it, so ``actor.loss_agg_mode``
@@ -61,12 +63,10 @@ ValueHeadInit = NonNegativeFloat | Literal["initializer_range", "inverse_hidden"
 class PolicyLossConfig(Section):
     """The policy loss and the options of single losses."""
 
-    loss_mode: Literal[
-        "vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg", "plain"
-    ] = "vanilla"
-    """The policy loss; ``vanilla`` is PPO's clipped loss. ``dis`` (SAO) takes the ratio to the
-    engine: it needs ``algorithm.rollout_correction.bypass_mode``. docs/algorithms.md has the
-    formulas."""
+    loss_mode: Annotated[str, check_of(policy_loss), schema_of(policy_loss)] = "vanilla"
+    """The policy loss, or the name of a plugin's (``trainer.plugins``); ``vanilla`` is PPO's
+    clipped loss. ``dis`` (SAO) takes the ratio to the engine: it needs
+    ``algorithm.rollout_correction.bypass_mode``. docs/algorithms.md has the formulas."""
     tau_pos: float = Field(default=1.0, gt=0)
     """SAPO: temperature where the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)

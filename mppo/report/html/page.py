@@ -15,7 +15,7 @@ from typing import Any
 from mppo.report.files import PAGE
 from mppo.report.history import History
 from mppo.report.html.plots import plots_of, trained_steps
-from mppo.report.html.run_data import RunData, read_run
+from mppo.report.html.run_data import RunData, read_run_data
 from mppo.safety.disk import replace_text
 from mppo.safety.foreign_text import valid_text
 
@@ -37,7 +37,7 @@ def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str,
     Raises:
         ValueError: a line of a metrics.jsonl is not valid.
     """
-    found = [read_run(folder, runs) for folder in folders]
+    found = [read_run_data(folder, runs) for folder in folders]
     return {
         "runs": [
             {"name": name, "steps": trained_steps(run), **run.details}

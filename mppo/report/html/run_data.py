@@ -46,7 +46,7 @@ class RunData:
     details: Plain
 
 
-def read_run(folder: Path, runs: History | None = None) -> RunData:
+def read_run_data(folder: Path, runs: History | None = None) -> RunData:
     """Read a run folder; what is missing or damaged is left out.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from mppo.rewards.result import NoScore
 from mppo.rewards.workers.worker import TooLong
+from mppo.safety.python_file import import_file
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Parameters of a function of one response, as of verl's ``compute_score``."""
@@ -76,7 +76,10 @@ def import_function(name: str) -> Any:
         Exception: any exception of the module's own code.
     """
     where, _, attribute = name.rpartition(":")
-    module = _import_file(where) if where.endswith(".py") else importlib.import_module(where)
+    if where.endswith(".py"):
+        module = import_file(where, f"mppo_reward_{Path(where).stem}")
+    else:
+        module = importlib.import_module(where)
     return getattr(module, attribute, None)
 
 
@@ -91,7 +94,13 @@ def load_in_worker(
         form: how it is called.
         timeout_s: seconds after which a call of a coroutine function is cancelled.
     """
-    function = import_function(name)
+    return calls_of(import_function(name), kwargs, form, timeout_s)
+
+
+def calls_of(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], form: FunctionForm, timeout_s: float
+) -> Callable[[Sequence[Item]], Sequence[Any]]:
+    """A function as one of several items; arguments as of ``load_in_worker``."""
 
     def call(items: Sequence[Item]) -> Any:
         columns: Sequence[Any] = [list(column) for column in zip(*items)]
@@ -145,15 +154,3 @@ def _results(found: Any, items: Sequence[Item]) -> Sequence[Any]:
             f"is missing: the function returned {kind}, not a list, for {len(items)} responses"
         ) from None
     return results
-
-
-def _import_file(path: str) -> Any:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"no such file: {file}")
-    spec = importlib.util.spec_from_file_location(f"mppo_reward_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

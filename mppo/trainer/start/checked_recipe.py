@@ -6,24 +6,32 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigIssue
+from mppo.config.load import Given, source_file
+from mppo.config.rules.rule import has_interleaved_role, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
 from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
 from mppo.hub.model_config import ModelConfigs
+from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
+from mppo.supervision.rank_guard import RankGuard
+
+if TYPE_CHECKING:
+    from mppo.planning.describe import RunPlan
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
 # checks of a recipe's keys need none of them
 
 
 def checked_recipe(
-    config: Path | None,
+    given: Given,
     overrides: Sequence[str],
     info: LaunchInfo,
     world: int | None,
@@ -32,7 +40,7 @@ def checked_recipe(
     """Load and check a recipe; the first rank prints remarks about it.
 
     Args:
-        config: file of the recipe; None: it consists of ``overrides`` only.
+        given: where the recipe comes from.
         overrides: keys that replace the recipe's, as ``section.key=value``.
         info: this process's place.
         world: number of ranks; None: as the recipe says.
@@ -45,7 +53,7 @@ def checked_recipe(
     remarks = unknown_variables(os.environ)
     is_planned = planned is not None
     recipe = load_checked(
-        config,
+        given,
         overrides,
         world,
         _read_config if planned is None else planned.read,
@@ -61,6 +69,66 @@ def checked_recipe(
         for remark in [*remarks, *(planned.remarks if planned is not None else ())]:
             exit_report.say(remark)
     return recipe
+
+
+def recipe_to_train(
+    given: Given, overrides: Sequence[str], info: LaunchInfo, guard: RankGuard
+) -> Recipe:
+    """Load and check a recipe for a run here, and this machine: device and packages.
+
+    Args:
+        given: where the recipe comes from.
+        overrides: keys that replace the recipe's, as ``section.key=value``.
+        info: this process's place.
+        guard: of this process; it learns the recipe's time limit.
+
+    Raises:
+        ConfigError, ValueError: the recipe cannot be run, or not here.
+    """
+    recipe = checked_recipe(given, overrides, info, info.world_size)
+    guard.set_limit(recipe.trainer.heartbeat_timeout_s)
+    interleaved = has_interleaved_role(recipe)
+    # CUDA and NCCL read them later
+    set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
+    from mppo.parallel import device
+    from mppo.parallel.node.versions import check_versions
+
+    device.check()
+    if device.is_cuda():
+        check_queues(os.environ, interleaved)
+    remark = check_versions()
+    if remark and info.rank == 0:
+        exit_report.say(remark)
+    return recipe
+
+
+def planned_run(
+    given: Given,
+    overrides: Sequence[str],
+    info: LaunchInfo,
+    world: int | None,
+    gpu: str | None,
+) -> RunPlan:
+    """Check a recipe and plan its run, for which neither weights nor a GPU are needed.
+
+    Args:
+        given: where the recipe comes from; models that are not here have their config in
+            ``configs`` beside its file.
+        overrides: keys that replace the recipe's, as ``section.key=value``.
+        info: this process's place.
+        world: number of ranks; None: those of the launcher, or as the recipe says.
+        gpu: name of the GPU, or its memory in GiB; None: the recipe's, or the default.
+
+    Raises:
+        ConfigError, ValueError: the recipe cannot be run, or there is no such GPU.
+    """
+    configs = ModelConfigs(source_file(given))
+    world = world or (info.world_size if info.world_size > 1 else None)
+    recipe = checked_recipe(given, overrides, info, world, configs)
+    from mppo.planning.describe import plan_run
+
+    found = {role.name: configs.read(role.path) for role in recipe.roles()}
+    return plan_run(recipe, world or world_size_of(recipe), found, gpu)
 
 
 def _read_config(path: str | Path, trust_remote_code: bool = False):

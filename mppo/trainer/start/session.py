@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mppo.checkpoint.lock import run_folder_lock
@@ -12,34 +15,53 @@ from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
+from mppo.report.run_record import read_run
+from mppo.report.status import finished_steps
 from mppo.safety.private import private_files
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision import exit_report, stop_request
 from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
-from mppo.supervision.phase import phase
+from mppo.supervision.phase import begin, phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.supervision.stop_request import StepInterrupted, listening
 from mppo.trainer.failures import report_failure
+from mppo.trainer.start.user_parts import UserParts
 
 if TYPE_CHECKING:
     from mppo.trainer.run import Run
 
 
-def train_and_export(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has done.
+
+    Args:
+        folder: the run folder; ``mppo.read_run`` reads it.
+        steps: PPO steps that are done, those of earlier starts included.
+        metrics: of the last step; empty if this start made none of an unfinished run.
+    """
+
+    folder: Path
+    steps: int
+    metrics: Mapping[str, float]
+
+
+def train_and_export(
+    recipe: Recipe, info: LaunchInfo, guard: RankGuard, parts: UserParts
+) -> RunResult:
     """Train and export, inside a process group that is destroyed on every exit. Collective.
 
     Args:
         recipe: a recipe that has been checked for a run here.
         info: this process's place.
         guard: of this process.
-
-    Returns:
-        The exit code.
+        parts: what the program that started the run adds.
     """
     device.prepare_megatron()  # before modules import Megatron
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run
 
+    begin()
     trainer = recipe.trainer
     silence_s = trainer.heartbeat_timeout_s
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
@@ -65,20 +87,28 @@ def train_and_export(recipe: Recipe, info: LaunchInfo, guard: RankGuard) -> int:
             if info.rank == 0 and "console" in trainer.logger:
                 print("\n".join(opening_lines(recipe, info)), flush=True)
             try:
-                run = build_run(recipe, info, stop)
+                run = build_run(recipe, info, stop, parts)
             except StepInterrupted:
                 if info.rank == 0:
                     exit_report.say("stopped before the first step: nothing to save")
-                return 0
+                return RunResult(trainer.run_dir, 0, {})
             if run is None:
-                return 0
+                return _finished(trainer.run_dir)
             try:
                 with heartbeat.report_failures():  # at once: run.stop() may take long
                     train(run)
                     _export(run)
+                    run.callbacks.on_end()
             finally:
                 run.stop()
-    return 0
+    return RunResult(trainer.run_dir, *run.last)
+
+
+def _finished(folder: Path) -> RunResult:
+    """The result of a run that had finished before."""
+    rows = read_run(folder).metrics
+    metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+    return RunResult(folder, finished_steps(folder), metrics)
 
 
 def _export(run: Run) -> None:

@@ -17,25 +17,13 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from mppo import register
 from mppo.algos.kl import kl_estimate
-from mppo.algos.policy_loss import (
-    Loss,
-    cispo,
-    clip_cov,
-    clipped_surrogate,
-    dis,
-    gmpo,
-    gspo,
-    importance_ratio,
-    kl_cov,
-    outside_trust_region,
-    plain_surrogate,
-    policy_gradient,
-    sapo,
-)
+from mppo.algos.policy_loss import Loss, LossInputs, importance_ratio, outside_trust_region
 from mppo.algos.value_loss import value_loss
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, ValueOutputs
+from mppo.safety.input_error import InputError
 from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, on_device, select_targets
 
 _POLICY_STATISTICS = (
@@ -184,29 +172,31 @@ def policy_loss(
 ) -> Loss:
     """Compute the token losses of ``actor.policy_loss.loss_mode``."""
     low, high = clip_range(actor)
-    advantages_T, loss = targets.advantages_T, actor.policy_loss
-    match loss.loss_mode:
-        case "vanilla":
-            return clipped_surrogate(ratio_T, advantages_T, low, high, actor.clip_ratio_c)
-        case "gspo" | "gmpo":
-            formula = gspo if loss.loss_mode == "gspo" else gmpo
-            old_T, mask_T, cu_seqlens = targets.old_logprobs_T, targets.mask_T, targets.cu_seqlens
-            return formula(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens, low, high)
-        case "cispo":
-            return cispo(logprobs_T, ratio_T, advantages_T, low, high)
-        case "dis":
-            return dis(logprobs_T, ratio_T, advantages_T, low, high)
-        case "sapo":
-            return sapo(ratio_T, advantages_T, loss.tau_pos, loss.tau_neg)
-        case "clip_cov":
-            return clip_cov(ratio_T, advantages_T, targets.selected_T, low, high)
-        case "kl_cov":
-            coef = loss.ppo_kl_coef
-            return kl_cov(ratio_T, log_ratio_T, advantages_T, targets.selected_T, coef)
-        case "gpg":
-            return policy_gradient(logprobs_T, advantages_T)
-        case "plain":
-            return plain_surrogate(ratio_T, advantages_T)
+    options = actor.policy_loss
+    inputs = LossInputs(
+        logprobs_T=logprobs_T,
+        old_logprobs_T=targets.old_logprobs_T,
+        ratio_T=ratio_T,
+        log_ratio_T=log_ratio_T,
+        advantages_T=targets.advantages_T,
+        mask_T=targets.mask_T,
+        cu_seqlens=targets.cu_seqlens,
+        selected_T=targets.selected_T,
+        low=low,
+        high=high,
+        dual_clip=actor.clip_ratio_c,
+        tau_pos=options.tau_pos,
+        tau_neg=options.tau_neg,
+        kl_coef=options.ppo_kl_coef,
+    )
+    found = register.policy_loss[options.loss_mode](inputs)
+    parts = found if isinstance(found, tuple) else (found,)
+    shapes = [getattr(each, "shape", None) for each in parts]
+    if shapes != [logprobs_T.shape] * 3:
+        why = f"returned {shapes}, not three tensors of {len(logprobs_T)} tokens"
+        fix = "return mppo.algos.policy_loss.with_indicators(loss_T)"
+        raise InputError(f"the policy loss {options.loss_mode!r} {why}; {fix}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Mistakes in agents, offload, validation, dumps, replays and profiles."""
+"""Mistakes in agents, offload, validation, dumps, plugins, replays and profiles."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ VALIDATION = [
 
 DUMPS = [
     ("a dump that is a path", "trainer.dump_rollouts=/data", "trainer.dump_rollouts", "boolean"),
+    ("a plugin that is missing", "trainer.plugins=[nowhere.py]", "trainer.plugins", "no such file"),
     ("a replay of nothing", "trainer.replay=nowhere", "trainer.replay", "does not exist"),
     ("a replay of a folder without dumps", "trainer.replay=.", "trainer.replay",
      "holds no complete step_N"),

@@ -1,0 +1,149 @@
+"""Registries: the functions that a recipe names, mppo's own and those of plugins.
+
+A plugin is a Python file that ``trainer.plugins`` names. Its decorators add functions:
+
+    @mppo.register.estimator("name")      algorithm.adv_estimator
+    @mppo.register.policy_loss("name")    actor.policy_loss.loss_mode
+    @mppo.register.verifier("name")       reward.verifier, data.sources.*.verifier
+    @mppo.register.metric("name")         a metric of every step
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from mppo.safety.input_error import InputError
+from mppo.safety.python_file import describe_error
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class RegistrationError(InputError):
+    """A function cannot be registered.
+
+    Args:
+        why: the reason.
+        fix: what to do.
+    """
+
+    def __init__(self, why: str, fix: str) -> None:
+        self.why, self.fix = why, fix
+        super().__init__(f"{why}; {fix}")
+
+
+class Registry(Mapping[str, Any]):
+    """Functions of one kind by name; as a function, the decorator that adds one.
+
+    Args:
+        noun: what they are, for messages.
+        own: names of mppo's own, known before the modules that fill them in are imported.
+        parameters: what each function is called with.
+    """
+
+    def __init__(self, noun: str, own: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+        self.noun, self.own, self.parameters = noun, own, parameters
+        self._functions: dict[str, Any] = {}
+        self._origins: dict[str, tuple[str, str]] = {}
+        """Module and name of each added function."""
+
+    def __call__(self, name: str) -> Callable[[Function], Function]:
+        """Make the decorator that adds a function.
+
+        Args:
+            name: as the recipe writes it. A function of the same module and name is replaced: a
+                cell of a notebook may be executed again.
+
+        Raises:
+            RegistrationError: the name is taken, or the function has other parameters.
+        """
+
+        def add(function: Function) -> Function:
+            origin = (function.__module__, function.__qualname__)
+            self._check(name, function, origin)
+            self._functions[name] = self._blaming(name, function)
+            self._origins[name] = origin
+            return function
+
+        return add
+
+    def fill(self, functions: Mapping[str, Any]) -> None:
+        """Set mppo's own functions."""
+        assert functions.keys() <= set(self.own)
+        self._functions = {**functions, **self._functions}
+
+    def drop(self, module: str) -> None:
+        """Remove what a module has added."""
+        for name in [name for name, origin in self._origins.items() if origin[0] == module]:
+            del self._functions[name], self._origins[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a recipe may have."""
+        return (*self.own, *self._origins)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._functions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def _check(self, name: str, function: Callable[..., Any], origin: tuple[str, str]) -> None:
+        taken = "mppo has one" if name in self.own else None
+        if self._origins.get(name, origin) != origin:
+            module, function_name = self._origins[name]
+            taken = f"{module} has one, {function_name}"
+        if taken:
+            why = f"a second {self.noun} of the name {name!r}: {taken}"
+            raise RegistrationError(why, "give it another name")
+        try:
+            inspect.signature(function).bind(*self.parameters)
+        except TypeError as error:
+            why = f"the parameters of the {self.noun} {name!r} do not fit: {error}"
+            raise RegistrationError(why, f"accept ({', '.join(self.parameters)})") from error
+
+    def _blaming(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its exceptions as the user's faults; memory may lack for any reason."""
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+                    raise
+                what = f"the {self.noun} {name!r} failed: {describe_error(error)}"
+                raise InputError(f"{what}; correct it") from error
+
+        return call
+
+
+estimator = Registry(
+    "advantage estimator",
+    ("gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
+     "reinforce_plus_plus_baseline", "remax", "opo", "gpg"),
+    ("scores_B", "group_B", "length_B", "options"),
+)  # fmt: skip
+"""See ``mppo.algos.group_baselines.OutcomeEstimator``; three of mppo's own are no such functions,
+because they need more than scores."""
+policy_loss = Registry(
+    "policy loss",
+    ("vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg", "plain"),
+    ("inputs",),
+)
+"""See ``mppo.algos.policy_loss.PolicyLoss``."""
+verifier = Registry(
+    "verifier",
+    ("exact", "final_answer", "gsm8k", "gsm8k_flexible", "choice", "math", "reasoning_gym", "code"),
+    ("response", "ground_truth", "extra"),
+)
+"""See ``mppo.rewards.verifiers.Verifier``."""
+metric = Registry("metric", ("experience", "scores", "mismatch"), ("data",))
+"""See ``mppo.trainer.metrics.Metric``."""
+
+REGISTRIES: tuple[Registry, ...] = (estimator, policy_loss, verifier, metric)
