@@ -34,7 +34,6 @@ COMMON = [
     "actor.optim.clip_grad=0.1",
     "actor.use_kl_loss=true",
     "actor.entropy_coeff=0.01",
-    "actor.positive_nll_coef=0.1",
     "actor.ppo_micro_batch_size_per_gpu=1",
     "critic.ppo_micro_batch_size_per_gpu=1",
     "actor.ema_decay=0.9",
