@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import SIMULATION
 from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
@@ -43,6 +43,11 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--gpu", help="the GPU's name, or its memory in GiB")
     picture = "draw who is where in which phase (an image file, such as a.svg)"
     parser.add_argument("--picture", type=Path, help=picture)
+    timed = "predict the seconds of a step (docs/planning.md; needs mppo[plan])"
+    parser.add_argument("--time", action="store_true", help=timed)
+    for what in ("prompt", "response"):
+        mean = f"with --time: mean tokens of a {what}; default: the recipe's limit"
+        parser.add_argument(f"--mean-{what}", type=float, help=mean)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -77,12 +82,25 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     from mppo.planning.describe import dry_run
 
     found = {role.name: configs.read(role.path) for role in recipe.roles()}
-    code = dry_run(recipe, world or world_size_of(recipe), found, arguments.gpu, arguments.picture)
+    options = (arguments.gpu, arguments.picture, _means(arguments))
+    code = dry_run(recipe, world or world_size_of(recipe), found, *options)
     if arguments.simulate:
         simulate = SIMULATION.load("--simulate", True)
         options = (arguments.world_size, arguments.gpu)
         return simulate(arguments.config, arguments.overrides, *options) or code
     return code
+
+
+def _means(arguments: argparse.Namespace) -> tuple[float | None, float | None] | None:
+    """Mean tokens of a prompt and of a response with --time, else None."""
+    means = {"--mean-prompt": arguments.mean_prompt, "--mean-response": arguments.mean_response}
+    if arguments.time:
+        return arguments.mean_prompt, arguments.mean_response
+    why, fix = "it has an effect only with --time", "add --time"
+    issues = [ConfigIssue(key, mean, why, fix) for key, mean in means.items() if mean is not None]
+    if issues:
+        raise ConfigError(issues)
+    return None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
+from mppo.planning.time.describe import Timing
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import EXIT_TOO_LARGE, Moment, describe_verdict
 from mppo.report.residency import PhaseBars, draw_residency
@@ -34,8 +35,9 @@ def dry_run(
     hf_configs: Mapping[str, Any],
     gpu: str | None,
     picture: Path | None,
+    means: tuple[float | None, float | None] | None = None,
 ) -> int:
-    """Print the plan, who is where in which phase, and the verdict.
+    """Print the plan, who is where in which phase, the verdict, and the predicted time of a step.
 
     Args:
         recipe: a recipe that is valid for this world size.
@@ -43,6 +45,8 @@ def dry_run(
         hf_configs: Hugging Face config object of each role's model, by role.
         gpu: the option --gpu; None: the recipe's GPU, or the default.
         picture: file for a picture of who is where; None: no picture.
+        means: mean tokens of a prompt and of a response, by which the time of a step is predicted;
+            each None: the recipe's limit. None: no prediction.
 
     Returns:
         The exit code: 0 if the run fits its GPUs and hosts.
@@ -53,6 +57,7 @@ def dry_run(
     device = planned_gpu(recipe, gpu)
     if picture is not None:
         check_picture(picture)
+    timing = None if means is None else Timing.of(recipe, device, means)
     print(describe_plan(recipe, world_size, hf_configs))
     plans = plan_roles(recipe, world_size, hf_configs)
     fit = plan_fit(recipe, plans, device)
@@ -61,6 +66,8 @@ def dry_run(
     print("\n".join([describe_fit(plans, fit, need), *([str(issue)] if issue else [])]))
     steps = recipe.trainer.total_training_steps
     print(f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
+    if timing is not None:
+        print(f"\n{timing.describe(recipe, plans, fit, hf_configs)}")
     if picture is not None:
         title = f"{recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
         draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
