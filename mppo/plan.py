@@ -45,6 +45,8 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--picture", type=Path, help=picture)
     timed = "predict the seconds of a step (docs/planning.md; needs mppo[plan])"
     parser.add_argument("--time", action="store_true", help=timed)
+    searched = "with --time: search layouts, and write the best as a recipe to this file"
+    parser.add_argument("--search", type=Path, metavar="FILE", help=searched)
     for what in ("prompt", "response"):
         mean = f"with --time: mean tokens of a {what}; default: the recipe's limit"
         parser.add_argument(f"--mean-{what}", type=float, help=mean)
@@ -82,7 +84,8 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     from mppo.planning.describe import dry_run
 
     found = {role.name: configs.read(role.path) for role in recipe.roles()}
-    options = (arguments.gpu, arguments.picture, _means(arguments))
+    timing = (_means(arguments), arguments.search)
+    options = (arguments.gpu, arguments.picture, *timing)
     code = dry_run(recipe, world or world_size_of(recipe), found, *options)
     if arguments.simulate:
         simulate = SIMULATION.load("--simulate", True)
@@ -93,7 +96,11 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
 
 def _means(arguments: argparse.Namespace) -> tuple[float | None, float | None] | None:
     """Mean tokens of a prompt and of a response with --time, else None."""
-    means = {"--mean-prompt": arguments.mean_prompt, "--mean-response": arguments.mean_response}
+    means = {
+        "--mean-prompt": arguments.mean_prompt,
+        "--mean-response": arguments.mean_response,
+        "--search": arguments.search,
+    }
     if arguments.time:
         return arguments.mean_prompt, arguments.mean_response
     why, fix = "it has an effect only with --time", "add --time"

@@ -21,6 +21,7 @@ from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
 from mppo.planning.time.describe import Timing
+from mppo.planning.time.search import Search, describe_search
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import EXIT_TOO_LARGE, Moment, describe_verdict
 from mppo.report.residency import PhaseBars, draw_residency
@@ -36,6 +37,7 @@ def dry_run(
     gpu: str | None,
     picture: Path | None,
     means: tuple[float | None, float | None] | None = None,
+    search: Path | None = None,
 ) -> int:
     """Print the plan, who is where in which phase, the verdict, and the predicted time of a step.
 
@@ -47,6 +49,7 @@ def dry_run(
         picture: file for a picture of who is where; None: no picture.
         means: mean tokens of a prompt and of a response, by which the time of a step is predicted;
             each None: the recipe's limit. None: no prediction.
+        search: file for the recipe with the fastest layout; None: no search.
 
     Returns:
         The exit code: 0 if the run fits its GPUs and hosts.
@@ -57,6 +60,8 @@ def dry_run(
     device = planned_gpu(recipe, gpu)
     if picture is not None:
         check_picture(picture)
+    if search is not None:
+        check_recipe_file(search)
     timing = None if means is None else Timing.of(recipe, device, means)
     print(describe_plan(recipe, world_size, hf_configs))
     plans = plan_roles(recipe, world_size, hf_configs)
@@ -68,6 +73,14 @@ def dry_run(
     print(f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}")
     if timing is not None:
         print(f"\n{timing.describe(recipe, plans, fit, hf_configs)}")
+    if timing is not None and search is not None:
+        found = Search(
+            recipe, world_size, hf_configs, device, timing.sequences, timing.kernels
+        ).best()
+        print(f"\n{describe_search(found)}")
+        if found:
+            search.write_text(resolved_yaml(found[0].recipe))
+            print(f"written: {search}")
     if picture is not None:
         title = f"{recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
         draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
@@ -83,6 +96,15 @@ def check_picture(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         why = f"the folder {path.parent} does not exist"
         raise ConfigError([ConfigIssue("--picture", str(path), why, "make it first")])
+
+
+def check_recipe_file(path: Path) -> None:
+    """Raise ConfigError if a recipe cannot be written there."""
+    if path.exists():
+        raise ConfigError([ConfigIssue("--search", str(path), "it exists", "name a new file")])
+    if not path.absolute().parent.is_dir():
+        why = f"the folder {path.parent} does not exist"
+        raise ConfigError([ConfigIssue("--search", str(path), why, "make it first")])
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:

@@ -138,11 +138,13 @@ def count_parameters(
         if row.where in ends and not shares_embedding:
             dense += _elements(Entry(row), layout)
     for layer in layers:
-        for entry in table.layer_entries(layer):
-            if entry.row.where == "expert":
-                expert += _elements(entry, layout)
+        for row in table.rows:
+            if not table.applies(row, layer):
+                continue
+            if row.where == "expert":  # all experts have the same size
+                expert += table.shape.num_experts * _elements(Entry(row, layer, 0), layout)
             else:
-                dense += _elements(entry, layout)
+                dense += _elements(Entry(row, layer), layout)
     replaced = value_head and "final" in ends
     discarded = _elements(table.projection_entry(), layout) if replaced else 0
     return ParameterCount(dense, expert // layout.ep, discarded)

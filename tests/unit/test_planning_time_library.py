@@ -41,8 +41,9 @@ def test_without_the_library_one_command_is_told(monkeypatch, capsys):
 
 
 def test_a_mean_without_time_is_not_ignored(capsys):
-    assert main(["--config", RECIPE, "--mean-response", "100"]) == 2
-    assert "add --time" in capsys.readouterr().err
+    for option in (["--mean-response", "100"], ["--search", "best.yaml"]):
+        assert main(["--config", RECIPE, *option]) == 2
+        assert "add --time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mean", ["0", "2049"])
@@ -63,6 +64,39 @@ def test_a_plan_predicts_every_phase_and_names_its_source(capsys):
     assert re.search(r"^update of actor and critic +\d+\.\d +\d+% +\d+% ", table, re.MULTILINE)
     assert re.search(r"^predicted step: \d+\.\d s, [\d,]+ tokens/s/GPU on 32 GPUs$", table, re.M)
     assert re.search(r"^predicted by formulas from aiconfigurator-core \d+\.\d+", table, re.M)
+
+
+@with_library
+def test_a_search_writes_the_fastest_layout_as_a_recipe(tmp_path, capsys):
+    small = [
+        "--config",
+        str(ROOT / "recipes" / "qwen2.5_0.5b_gsm8k.yaml"),
+        "trainer.n_gpus_per_node=2",
+    ]
+    best = tmp_path / "best.yaml"
+    (tmp_path / "configs").symlink_to(ROOT / "recipes" / "configs")
+    assert main([*small, "--time", "--mean-response", "200", "--search", str(best)]) == 0
+    text = capsys.readouterr().out
+    now = float(re.findall(r"^predicted step: ([\d.]+) s", text, re.MULTILINE)[0])
+    places = re.findall(r"^\d\. .*: predicted ([\d.]+) s, .* to spare$", text, re.MULTILINE)
+    seconds = [float(place) for place in places]
+    assert len(seconds) == 5
+    assert seconds == sorted(seconds)
+    assert seconds[0] <= now
+    # the written recipe is planned with the time that was promised
+    again = ["--config", str(best), "--time", "--mean-response", "200"]
+    assert main(again) == 0
+    found = re.findall(r"^predicted step: ([\d.]+) s", capsys.readouterr().out, re.MULTILINE)
+    assert float(found[0]) == pytest.approx(seconds[0], abs=0.11)
+
+
+@pytest.mark.parametrize(("name", "said"), [("there.yaml", "it exists"), ("no/a.yaml", "folder")])
+def test_a_search_overwrites_nothing(name, said, tmp_path, capsys):
+    (tmp_path / "there.yaml").write_text("")
+    assert main(["--config", RECIPE, "--time", "--search", str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert "--search" in told
+    assert said in told
 
 
 @with_library

@@ -54,7 +54,7 @@ def recipe_sequences(recipe: Recipe, prompt: float | None, response: float | Non
 def recipe_load(
     recipe: Recipe,
     plans: Sequence[RolePlan],
-    fit: Fit,
+    fit: Fit | None,
     hf_configs: Mapping[str, Any],
     sequences: StepSequences,
 ) -> StepLoad:
@@ -63,7 +63,7 @@ def recipe_load(
     Args:
         recipe: the recipe, with numbers as token budgets (``with_token_budgets``).
         plans: its roles (``plan_roles``).
-        fit: what is offloaded, and the engine's memory.
+        fit: what is offloaded, and the engine's memory; None: nothing is, and there is enough.
         hf_configs: Hugging Face config object of each role's model, by role.
         sequences: its sequences.
     """
@@ -71,7 +71,8 @@ def recipe_load(
     tp = 1 if rollout.name == "local" else rollout.tensor_model_parallel_size
     colocated = rollout.mode == "colocated" and not rollout.urls
     servers = (rollout.servers or max(1, world // tp)) if colocated else max(1, len(rollout.urls))
-    room = fit.verdict.kv_tokens if colocated else None
+    room = fit.verdict.kv_tokens if colocated and fit is not None else None
+    uses = [] if fit is None else [copied_bytes(use, fit.table) for use in fit.uses.values()]
     roles = [_role_load(recipe, plan, hf_configs[plan.role.name]) for plan in plans]
     measured = [role.name for role in roles if role.name != "actor" or recipe.needs_actor_logprobs]
     return StepLoad(
@@ -81,7 +82,7 @@ def recipe_load(
         schedule_kind(recipe),
         measured,
         world if colocated else world + servers * tp,
-        copied=max(copied_bytes(use, fit.table) for use in fit.uses.values()),
+        copied=max(uses, default=0),
         overlapped=recipe.trainer.rollout_ahead > 0,
     )
 

@@ -123,22 +123,33 @@ def predict_step(load: StepLoad, kernels: Kernels) -> Prediction:
         load: what it computes.
         kernels: the GPU.
     """
-    roles = {role.name: RolePasses(kernels, role, load.sequences) for role in load.roles}
+    phases = (predict_generation(load, kernels), *predict_training(load, kernels))
+    return Prediction(
+        *(phases, load.sequences.tokens, load.gpus, kernels.system.flops, kernels.source),
+        load.overlapped,
+    )
+
+
+def predict_generation(load: StepLoad, kernels: Kernels) -> Phase:
+    """Predict the time of generation. For the arguments see ``predict_step``."""
     actor = load.roles[0]
     engine = EnginePasses(kernels, actor.shape, actor.active, load.servers)
-    phases = [_generation(engine.generate(load.sequences))]
+    return _generation(engine.generate(load.sequences))
+
+
+def predict_training(load: StepLoad, kernels: Kernels) -> list[Phase]:
+    """Predict the time of the phases after generation. For the arguments see ``predict_step``."""
+    roles = {role.name: RolePasses(kernels, role, load.sequences) for role in load.roles}
+    phases: list[Phase] = []
     for name in load.measured:
         cost, operations = roles[name].measured, roles[name].operations()[0]
         phases.append(Phase(PASSES[name], cost.seconds, cost.spent(), name, operations))
     phases += _updates(load, [role for role in roles.values() if role.load.mini_batches])
-    phases.append(_weight_sync(actor, kernels))
+    phases.append(_weight_sync(load.roles[0], kernels))
     if load.copied:
         seconds = load.copied / (EFFICIENCY * kernels.system.host)
         phases.append(Phase("copies to and from the host", seconds, {"host": seconds}))
-    return Prediction(
-        *(tuple(phases), load.sequences.tokens, load.gpus, kernels.system.flops, kernels.source),
-        load.overlapped,
-    )
+    return phases
 
 
 def _generation(found: GenerationTime) -> Phase:
