@@ -125,7 +125,7 @@ $(VENV)/.te: | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(EXTRAS:=/pyproject.toml) $(VENV)/.mppo $(VENV)/.sglang $(VENV)/.te $(VENV)/.lint $(VENV)/.docs
-	$(PIP) -e ".[cpu,agents,mpi,rewards,parquet,tensorboard,wandb,mlflow,swanlab,dev]" \
+	$(PIP) -e ".[cpu,agents,mpi,rewards,parquet,plan,tensorboard,wandb,mlflow,swanlab,dev]" \
 	  $(addprefix -e ./,$(EXTRAS))
 	@touch $@
 

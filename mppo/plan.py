@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import SIMULATION
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
@@ -41,6 +41,13 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--gpu", help="the GPU's name, or its memory in GiB")
     picture = "draw who is where in which phase (an image file, such as a.svg)"
     parser.add_argument("--picture", type=Path, help=picture)
+    timed = "predict the seconds of a step (docs/planning.md; needs mppo[plan])"
+    parser.add_argument("--time", action="store_true", help=timed)
+    searched = "with --time: search layouts, and write the best as a recipe to this file"
+    parser.add_argument("--search", type=Path, metavar="FILE", help=searched)
+    for what in ("prompt", "response"):
+        mean = f"with --time: mean tokens of a {what}; default: the recipe's limit"
+        parser.add_argument(f"--mean-{what}", type=float, help=mean)
 
 
 def print_plan(arguments: argparse.Namespace) -> int:
@@ -75,9 +82,13 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     from mppo.planning.describe import check_picture, draw_plan
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
+    means = _means(arguments)
     if arguments.picture is not None:
         check_picture(arguments.picture)
+    timing = None if means is None else found.timing(means, arguments.search)
     print(found)
+    if timing is not None:
+        print(f"\n{timing()}")
     if arguments.picture is not None:
         draw_plan(found, arguments.picture)
     code = 0 if found.fits else EXIT_TOO_LARGE
@@ -86,6 +97,22 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         options = (arguments.world_size, arguments.gpu)
         return simulate(arguments.config, arguments.overrides, *options) or code
     return code
+
+
+def _means(arguments: argparse.Namespace) -> tuple[float | None, float | None] | None:
+    """Mean tokens of a prompt and of a response with --time, else None."""
+    means = {
+        "--mean-prompt": arguments.mean_prompt,
+        "--mean-response": arguments.mean_response,
+        "--search": arguments.search,
+    }
+    if arguments.time:
+        return arguments.mean_prompt, arguments.mean_response
+    why, fix = "it has an effect only with --time", "add --time"
+    issues = [ConfigIssue(key, mean, why, fix) for key, mean in means.items() if mean is not None]
+    if issues:
+        raise ConfigError(issues)
+    return None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
+from mppo.planning.time.describe import Timing
+from mppo.planning.time.search import Search, describe_search
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import Moment, describe_verdict
 from mppo.report.residency import PhaseBars, draw_residency
@@ -38,12 +40,18 @@ class RunPlan:
         fit: what is where on the GPUs, and whether it fits.
         text: the plan.
         host_issue: why the run does not fit its hosts; None: it does.
+        plans: of the roles.
+        world_size: number of ranks.
+        hf_configs: Hugging Face config object of each role's model, by role.
     """
 
     recipe: Recipe
     fit: Fit
     text: str
     host_issue: str | None
+    plans: Sequence[RolePlan]
+    world_size: int
+    hf_configs: Mapping[str, Any]
 
     @property
     def fits(self) -> bool:
@@ -67,6 +75,38 @@ class RunPlan:
                 purpose = name.partition(" ")[0]
                 sizes[purpose] = sizes.get(purpose, 0.0) + size / GIB
         return found
+
+    def timing(
+        self, means: tuple[float | None, float | None], search: Path | None
+    ) -> Callable[[], str]:
+        """Check the options of a prediction.
+
+        Args:
+            means: mean tokens of a prompt and of a response, by which the time of a step is
+                predicted; each None: the recipe's limit.
+            search: file for the recipe with the fastest layout; None: no search.
+
+        Returns:
+            A function that predicts, and searches: the text of both.
+
+        Raises:
+            ConfigError: an option is wrong, or the library is missing.
+        """
+        if search is not None:
+            check_recipe_file(search)
+        timing = Timing.of(self.recipe, self.fit.gpu, means)
+        return lambda: self._predicted(timing, search)
+
+    def _predicted(self, timing: Timing, search: Path | None) -> str:
+        parts = [timing.describe(self.recipe, self.plans, self.fit, self.hf_configs)]
+        if search is not None:
+            layouts = (self.world_size, self.hf_configs, self.fit.gpu)
+            found = Search(self.recipe, *layouts, timing.sequences, timing.kernels).best()
+            parts.append(describe_search(found))
+            if found:
+                search.write_text(resolved_yaml(found[0].recipe))
+                parts.append(f"written: {search}")
+        return "\n\n".join(parts)
 
     def __str__(self) -> str:
         return self.text
@@ -98,7 +138,8 @@ def plan_run(
         *([str(issue)] if issue else []),
         f"\n# checkpoints\n{describe_checkpoints(recipe, plans, steps)}",
     ]
-    return RunPlan(recipe, fit, "\n".join(parts), str(issue) if issue else None)
+    host_issue = str(issue) if issue else None
+    return RunPlan(recipe, fit, "\n".join(parts), host_issue, plans, world_size, hf_configs)
 
 
 def draw_plan(plan: RunPlan, picture: Path) -> None:
@@ -117,6 +158,15 @@ def check_picture(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         why = f"the folder {path.parent} does not exist"
         raise ConfigError([ConfigIssue("--picture", str(path), why, "make it first")])
+
+
+def check_recipe_file(path: Path) -> None:
+    """Raise ConfigError if a recipe cannot be written there."""
+    if path.exists():
+        raise ConfigError([ConfigIssue("--search", str(path), "it exists", "name a new file")])
+    if not path.absolute().parent.is_dir():
+        why = f"the folder {path.parent} does not exist"
+        raise ConfigError([ConfigIssue("--search", str(path), why, "make it first")])
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:

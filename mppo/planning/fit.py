@@ -166,7 +166,7 @@ def choose_offload(
     names = [role.name for role in roles]
     choices = [dict(zip(names, found)) for found in product(*map(_options, roles))]
     tables = [residency(recipe, choice) for choice in choices]
-    costs = [max(_copied(use, table) for use in uses) for table in tables]
+    costs = [max(copied_bytes(use, table) for use in uses) for table in tables]
     counts = [sum(map(_count, choice.values())) for choice in choices]
     order = sorted(range(len(choices)), key=lambda i: (costs[i], counts[i]))
     engines = [None] if engine is None else engine.with_fewer_sequences()
@@ -199,8 +199,13 @@ def _count(offload: Offload) -> int:
     return sum(getattr(offload, part) for part in TRAINED_PARTS)
 
 
-def _copied(use: RankUse, table: Residency) -> int:
-    """Bytes that an iteration without a save copies to the device."""
+def copied_bytes(use: RankUse, table: Residency) -> int:
+    """Bytes that an iteration without a save copies to the device.
+
+    Args:
+        use: memory of a rank.
+        table: where its parts are.
+    """
     phases = [table[phase] for phase in table if phase != SAVE]
     return sum(
         size

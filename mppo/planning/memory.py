@@ -148,11 +148,18 @@ def count_parameters(
         if row.where in ends and not shares_embedding:
             dense += _elements(Entry(row), layout)
     for layer in layers:
-        for entry in table.layer_entries(layer):
+        for row in table.rows:
+            if not table.applies(row, layer):
+                continue
+            # the experts of a layer are alike: one of them is counted
+            is_expert = row.where == "expert"
+            entry = Entry(row, layer, 0) if is_expert else Entry(row, layer)
             elements = _elements(entry, layout)
             frozen = elements if is_frozen(entry, freeze) else 0
-            if entry.row.where == "expert":
-                expert, frozen_expert = expert + elements, frozen_expert + frozen
+            if is_expert:
+                experts = table.shape.num_experts
+                expert += experts * elements
+                frozen_expert += experts * frozen
             else:
                 dense, frozen_dense = dense + elements, frozen_dense + frozen
     for row in table.rows if freeze else ():

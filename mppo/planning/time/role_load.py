@@ -1,0 +1,247 @@
+"""The passes of one role in a step, and their seconds by pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from mppo.parallel.layout import Layout
+from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
+from mppo.planning.flops import ModelFlops
+from mppo.planning.time.cost import Cost
+from mppo.planning.time.kernels import Kernels
+from mppo.planning.time.layer import BYTES, DecoderLayer, gemms, streamed
+from mppo.planning.time.lengths import quantiles
+from mppo.planning.time.links import Group, collective_seconds, message_seconds
+from mppo.weights.shape import ModelShape
+
+_FLOAT = 4
+TRAINER = 1.36
+"""How much longer the passes of a trainer take than their kernels do one by one: fitted on some of
+the published steps (benchmarks/predicted_time.py)."""
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """The sequences of a step.
+
+    Args:
+        count: their number.
+        prompt: mean tokens of a prompt.
+        response: mean tokens of a response.
+        longest: greatest number of tokens of a response.
+        samples: responses of a prompt.
+    """
+
+    count: int
+    prompt: float
+    response: float
+    longest: int
+    samples: int = 1
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sequence."""
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all sequences."""
+        return self.count * self.length
+
+    def sample(self, count: int) -> list[int]:
+        """Tokens of ``count`` of them."""
+        prompt = round(self.prompt)
+        return [prompt + tokens for tokens in quantiles(self.response, self.longest, count)]
+
+
+@dataclass(frozen=True)
+class RoleLoad:
+    """What a role computes in a step.
+
+    Args:
+        name: name of the role.
+        shape: sizes of its model.
+        active: experts that process a token.
+        flops: operations of the model.
+        layout: its layout.
+        layers: decoder layers of every pipeline stage.
+        parameters: parameters of one rank, by pipeline stage.
+        policy: its head is a vocabulary projection.
+        mini_batches: optimizer steps; 0: frozen.
+        epochs: how often the update passes over the sequences.
+        training: size limit of a micro-batch in training, over all context-parallel ranks.
+        measuring: the same in forward-only passes.
+        model_parameters: parameters of the model.
+        recomputes: the backward pass repeats the forward pass.
+        cpu_share: share of the optimizer that the CPU updates.
+    """
+
+    name: str
+    shape: ModelShape
+    active: int
+    flops: ModelFlops
+    layout: Layout
+    layers: Sequence[Sequence[int]]
+    parameters: Sequence[int]
+    policy: bool
+    mini_batches: int
+    epochs: int
+    training: MicroBatchLimits
+    measuring: MicroBatchLimits
+    model_parameters: int
+    recomputes: bool = False
+    cpu_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Micro-batches of one rank in a pass over some sequences.
+
+    Args:
+        count: their number.
+        tokens: mean tokens of one, over all context-parallel ranks.
+    """
+
+    count: int
+    tokens: float
+
+    @staticmethod
+    def of(lengths: Sequence[int], limits: MicroBatchLimits, multiple: int = 1) -> MicroBatches:
+        """Cut a rank's sequences into micro-batches as a run does.
+
+        Args:
+            lengths: tokens of each sequence.
+            limits: size limit of a micro-batch.
+            multiple: their number is a multiple of this.
+        """
+        (plan,) = plan_microbatches(lengths, range(len(lengths)), 1, limits, multiple)
+        return MicroBatches(len(plan), sum(lengths) / len(plan))
+
+
+class RolePasses:
+    """Seconds of a role's passes.
+
+    Args:
+        kernels: the GPU.
+        load: what the role computes.
+        sequences: the sequences of the step.
+    """
+
+    def __init__(self, kernels: Kernels, load: RoleLoad, sequences: StepSequences) -> None:
+        self.load, self._kernels, self._sequences = load, kernels, sequences
+        layout = load.layout
+        multiple = layout.pp if layout.vpp > 1 else 1
+        own = sequences.sample(ceil(sequences.count / layout.dp))
+        self.measuring = MicroBatches.of(own, load.measuring, multiple)
+        share = sequences.count * load.epochs / max(1, load.mini_batches)
+        own = sequences.sample(ceil(share / layout.dp))
+        self.training = MicroBatches.of(own, load.training, multiple)
+
+    @cached_property
+    def forward(self) -> list[Cost]:
+        """A forward-only pass of a micro-batch, by stage."""
+        return [self._forward(stage, self.measuring) for stage in self._stages]
+
+    @cached_property
+    def training_forward(self) -> list[Cost]:
+        """A forward pass of a micro-batch in training, by stage."""
+        return [self._forward(stage, self.training) for stage in self._stages]
+
+    @cached_property
+    def training_backward(self) -> list[Cost]:
+        """A backward pass of a micro-batch, by stage, recomputation included."""
+        return [self._backward(stage) for stage in self._stages]
+
+    @cached_property
+    def measured(self) -> Cost:
+        """A forward-only pass over all sequences, on the slowest stage's rank; the pipeline is
+        filled once."""
+        slowest = max(self.forward, key=lambda cost: cost.seconds)
+        return slowest * (self.measuring.count + self.load.layout.pp - 1)
+
+    def operations(self) -> tuple[float, float]:
+        """Operations of a forward-only pass and of an update, over all ranks."""
+        load, length = self.load, round(self._sequences.length)
+        outputs = round(self._sequences.response) if load.policy else length
+        one = load.flops.forward([length], outputs) * self._sequences.count
+        return one, 3 * one * load.epochs
+
+    def reduction(self, stage: int) -> float:
+        """Seconds of a mini-batch's exchange of gradients and weights between data-parallel ranks;
+        gradients are float32."""
+        layout = self.load.layout
+        group = Group(layout.dp * layout.cp, layout.tp)
+        count = self.load.parameters[stage]
+        return collective_seconds(
+            self._kernels, "reduce_scatter", count * _FLOAT, group
+        ) + collective_seconds(self._kernels, "all_gather", count * BYTES, group)
+
+    def optimizer(self, stage: int) -> Cost:
+        """An optimizer step of one rank's share: master weights and two moments are read and
+        written, gradients read, weights written."""
+        layout = self.load.layout
+        share = self.load.parameters[stage] / (layout.dp * layout.cp)
+        on_gpu = streamed(
+            self._kernels, share * (1 - self.load.cpu_share) * (7 * _FLOAT + BYTES), 4
+        )
+        moved = share * self.load.cpu_share * (_FLOAT + BYTES) / self._kernels.system.host
+        return on_gpu + Cost(network=moved)
+
+    @property
+    def _stages(self) -> range:
+        return range(self.load.layout.pp)
+
+    def _layers(self, stage: int, micro: MicroBatches) -> list[tuple[DecoderLayer, int]]:
+        """The kinds of layers of a stage and how many it has of each."""
+        load, shape = self.load, self.load.shape
+        kinds = [bool(shape.sparse_layers and shape.sparse_layers[i]) for i in load.layers[stage]]
+        tokens = max(1, round(micro.tokens / load.layout.cp))
+        return [
+            (
+                DecoderLayer(
+                    *(self._kernels, shape, load.active, load.layout, sparse),
+                    *(tokens, self._sequences.length),
+                ),
+                kinds.count(sparse),
+            )
+            for sparse in sorted(set(kinds))
+        ]
+
+    def _forward(self, stage: int, micro: MicroBatches) -> Cost:
+        cost = sum((one.forward * n for one, n in self._layers(stage, micro)), Cost())
+        return (cost + self._ends(stage, micro, backward=False)).slower(TRAINER)
+
+    def _backward(self, stage: int) -> Cost:
+        cost = Cost()
+        for one, count in self._layers(stage, self.training):
+            cost += one.backward * count
+            if self.load.recomputes:
+                cost += one.forward * count
+        return (cost + self._ends(stage, self.training, backward=True)).slower(TRAINER)
+
+    def _ends(self, stage: int, micro: MicroBatches, backward: bool) -> Cost:
+        """Embedding, head, and the messages between stages."""
+        layout, shape = self.load.layout, self.load.shape
+        tokens = max(1, round(micro.tokens / layout.cp))
+        stream = tokens * shape.hidden * BYTES / layout.tp
+        cost = Cost()
+        if stage == 0:
+            cost += streamed(self._kernels, 2 * tokens * shape.hidden * BYTES, 1)
+        if stage == layout.pp - 1:
+            cost += self._head(tokens, backward)
+        if layout.pp > 1:
+            distance = layout.world // layout.pp
+            cost += Cost(network=message_seconds(self._kernels, stream, distance), launches=2)
+        return cost
+
+    def _head(self, tokens: int, backward: bool) -> Cost:
+        """The vocabulary projection of response tokens with its log-probabilities in float32."""
+        if not self.load.policy:
+            return streamed(self._kernels, tokens * self.load.shape.hidden * BYTES, 2)
+        share = self._sequences.response / self._sequences.length
+        rows, width = max(1, round(tokens * share)), self.load.shape.vocab // self.load.layout.tp
+        cost = gemms(self._kernels, [(rows, width, self.load.shape.hidden)], backward)
+        return cost + streamed(self._kernels, rows * width * 4 * _FLOAT, 8)

@@ -1,0 +1,290 @@
+"""Formulas of the predicted time of a step, on kernels that take exactly their least time."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planned_time import ENDLESS, PEAK, role_load
+from transformers import AutoConfig
+
+from mppo.pipeline.microbatches import MicroBatchLimits
+from mppo.planning.time.cost import LAUNCH, Cost
+from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_responses
+from mppo.planning.time.layer import ATTENTION_BACKWARD, DecoderLayer, gemms
+from mppo.planning.time.lengths import quantiles, scattered
+from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
+from mppo.planning.time.role_load import TRAINER, RolePasses, StepSequences
+from mppo.planning.time.scaled import Scaled
+from mppo.planning.time.step import Phase, Prediction, StepLoad, predict_step
+from mppo.weights.shape import model_shape
+
+DENSE = AutoConfig.for_model(
+    "qwen3", vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+)  # fmt: skip
+SPARSE = AutoConfig.for_model(
+    "qwen3_moe", vocab_size=1024, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=64, num_experts=16, num_experts_per_tok=4,
+    moe_intermediate_size=256, intermediate_size=2048,
+)  # fmt: skip
+SEQUENCES = StepSequences(64, 100, 300, 1000, 4)
+
+
+# lengths
+
+
+@given(st.integers(2, 5000), st.floats(0.02, 0.98), st.integers(1, 300))
+def test_quantiles_have_the_mean_and_stay_within_the_maximum(longest, share, count):
+    lengths = quantiles(share * longest, longest, count)
+    assert lengths == sorted(lengths)
+    assert 1 <= lengths[0] <= lengths[-1] <= longest
+    if count > 100 and longest > 200 and 0.05 < share < 0.95:
+        assert sum(lengths) / count == pytest.approx(share * longest, rel=0.05)
+
+
+def test_half_of_the_maximum_is_the_uniform_distribution():
+    assert quantiles(500, 1000, 4) == [125, 375, 625, 875]
+
+
+def test_a_mean_at_the_maximum_leaves_one_length():
+    assert quantiles(1000, 1000, 3) == [1000] * 3
+
+
+def test_scattering_keeps_the_lengths_and_mixes_long_with_short():
+    lengths = list(range(100))
+    mixed = scattered(lengths)
+    assert sorted(mixed) == lengths
+    assert sum(mixed[:10]) / 10 == pytest.approx(49.5, abs=10)
+
+
+# generation
+
+
+def per_sequence(batch, context):
+    return Cost(memory=batch)
+
+
+def test_every_token_of_every_response_is_decoded_once():
+    lengths = [100, 200, 300, 400]
+    cost, _ = decode_responses(per_sequence, lengths, 10, slots=2)
+    # responses that end within a few steps of each other are counted to the last one's end
+    assert sum(lengths) <= cost.memory <= 1.05 * sum(lengths)
+
+
+def test_one_slot_decodes_one_after_the_other():
+    steps = []
+
+    def step(batch, context):
+        steps.append((batch, context))
+        return Cost(memory=1.0)
+
+    cost, tail = decode_responses(step, [50, 50], 10, slots=1)
+    assert cost.memory == 100
+    assert tail == 0
+    assert {batch for batch, _ in steps} == {1}
+    assert max(context for _, context in steps) <= 60
+
+
+def test_the_tail_begins_when_few_are_left():
+    # seven of eight end at 100 tokens, one goes on to 1000
+    cost, tail = decode_responses(lambda batch, context: Cost(memory=1.0), [100] * 7 + [1000], 0, 8)
+    assert cost.memory == 1000
+    assert tail == pytest.approx(900, abs=30)
+
+
+def test_a_small_cache_makes_generation_longer():
+    shape = model_shape(DENSE)
+    wide, narrow = (
+        EnginePasses(PEAK, shape, 0, Servers(2, 1, 64, room)).generate(SEQUENCES).seconds
+        for room in (None, 4 * SEQUENCES.length)
+    )
+    assert narrow > 1.5 * wide
+
+
+def test_a_decoding_step_reads_all_weights_and_its_cache():
+    shape = model_shape(DENSE)
+    cost = EnginePasses(PEAK, shape, 0, Servers(1, 1, 64)).decode_step(1, 1000)
+    layer = 512 * (512 + 2 * 256) + 512 * 512 + 3 * 512 * 2048
+    weights = 2 * (4 * layer + 512 * 1024)
+    cache = 4 * 2 * 256 * 1000 * 2
+    assert cost.memory > ENGINE * (weights + cache) / PEAK.system.memory
+
+
+# links
+
+
+def test_a_group_within_a_node_has_the_measured_time():
+    assert collective_seconds(PEAK, "all_gather", 1e9, Group(8)) == PEAK.collective(
+        "all_gather", 1e9, 8
+    )
+
+
+def test_a_ring_over_nodes_uses_the_network_cards_of_its_members():
+    full = collective_seconds(PEAK, "all_gather", 1e9, Group(16))
+    one_per_node = collective_seconds(PEAK, "all_gather", 1e9, Group(2, 8))
+    assert full == pytest.approx(1e9 * 15 / 16 / (EFFICIENCY * 8 * 50e9), rel=0.05)
+    assert one_per_node == pytest.approx(1e9 / 2 / (EFFICIENCY * 50e9), rel=0.05)
+
+
+def test_all_to_all_sends_what_is_for_other_nodes_through_one_card():
+    found = collective_seconds(PEAK, "alltoall", 1e9, Group(16))
+    assert found == pytest.approx(1e9 / 2 / (EFFICIENCY * 50e9), rel=0.05)
+
+
+def test_one_rank_communicates_with_nobody():
+    assert collective_seconds(PEAK, "all_reduce", 1e9, Group(1, 8)) == 0
+
+
+# costs and layers
+
+
+def test_the_longer_of_host_and_device_decides():
+    assert Cost(compute=1.0, launches=10).seconds == 1.0
+    slow = Cost(compute=1e-6, launches=10)
+    assert slow.seconds == pytest.approx(10 * LAUNCH)
+    assert slow.slower(2.0).seconds == slow.seconds
+    assert (Cost(1, 2, 3, 4) + Cost(1, 1, 1, 1)) * 2 == Cost(4, 6, 8, 10)
+
+
+def test_the_backward_pass_has_two_products_for_each_of_the_forward_pass():
+    forward, backward = (gemms(PEAK, [(64, 128, 256)], way) for way in (False, True))
+    assert backward.compute == pytest.approx(2 * forward.compute)
+    assert (forward.launches, backward.launches) == (1, 2)
+
+
+@pytest.mark.parametrize(("config", "active"), [(DENSE, 0), (SPARSE, 4)])
+def test_a_layer_computes_the_operations_that_its_flops_count(config, active):
+    shape = model_shape(config)
+    sparse = bool(active)
+    layer = DecoderLayer(ENDLESS, shape, active, role_load(config).layout, sparse, 4096, 4096)
+    flops = role_load(config).flops
+    # the head's share of the last layer is counted per output
+    operations = flops.forward([4096], 4096) - 4096 * 2 * 512 * 1024
+    assert layer.forward.compute * PEAK.system.flops == pytest.approx(operations / 4, rel=0.02)
+    attention = flops.per_pair * 4096**2 / 2 / PEAK.system.flops
+    products = layer.forward.compute - attention
+    assert layer.backward.compute == pytest.approx(
+        2 * products + ATTENTION_BACKWARD * attention, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE])
+def test_tensor_parallel_ranks_halve_the_products_and_exchange(config):
+    one, two = (RolePasses(ENDLESS, role_load(config, tp=tp), SEQUENCES) for tp in (1, 2))
+    whole, half = (sum((c.compute for c in role.forward), 0.0) for role in (one, two))
+    # twice the sequences on a rank, half of each product
+    assert half * two.measuring.count == pytest.approx(whole * one.measuring.count, rel=0.05)
+    assert one.forward[0].network == 0
+    assert two.forward[0].network > 0
+
+
+def test_expert_parallel_ranks_send_tokens_to_their_experts():
+    one, two = (role_load(SPARSE, world=8, ep=ep) for ep in (1, 8))
+    alone, divided = (RolePasses(PEAK, load, SEQUENCES).forward[0] for load in (one, two))
+    assert alone.network == 0
+    assert divided.network > 0
+
+
+def test_context_parallel_ranks_divide_the_attention():
+    layouts = [role_load(DENSE, cp=cp) for cp in (1, 2)]
+    one, two = (RolePasses(PEAK, load, SEQUENCES) for load in layouts)
+    total = [role.forward[0].compute * role.measuring.count for role in (one, two)]
+    assert total[1] == pytest.approx(total[0], rel=0.1)
+
+
+def test_recomputation_adds_a_forward_pass():
+    plain, full = (
+        RolePasses(PEAK, role_load(DENSE, recomputes=recomputes), SEQUENCES)
+        for recomputes in (False, True)
+    )
+    added = full.training_backward[0].compute - plain.training_backward[0].compute
+    head = TRAINER * gemms(PEAK, [(1, 1024, 512)], False).compute
+    assert added == pytest.approx(plain.training_forward[0].compute, rel=0.3)
+    assert added < plain.training_forward[0].compute + head
+
+
+def test_micro_batches_are_those_of_a_run():
+    load = role_load(DENSE, limits=MicroBatchLimits(1, 1100))
+    role = RolePasses(PEAK, load, SEQUENCES)
+    assert role.measuring.tokens <= 1100
+    assert role.measuring.count * role.measuring.tokens == pytest.approx(
+        SEQUENCES.tokens / load.layout.dp, rel=0.05
+    )
+
+
+# the step
+
+
+def step_load(**changes):
+    values = {
+        "sequences": SEQUENCES, "roles": [role_load(DENSE), role_load(DENSE, name="critic")],
+        "servers": Servers(8, 1, 64), "schedule": "flush_free", "measured": ["actor", "critic"],
+        "gpus": 8,
+    }  # fmt: skip
+    return StepLoad(**{**values, **changes})
+
+
+def test_a_step_is_the_sum_of_its_phases():
+    prediction = predict_step(step_load(), PEAK)
+    names = [phase.name for phase in prediction.phases]
+    assert names == [
+        "generation", "old log-probabilities", "values", "update of actor and critic",
+        "weight sync",
+    ]  # fmt: skip
+    assert prediction.seconds == pytest.approx(sum(phase.seconds for phase in prediction.phases))
+    for phase in prediction.phases:
+        assert sum(phase.spent.values()) == pytest.approx(phase.seconds, rel=0.02), phase.name
+    assert prediction.throughput == pytest.approx(SEQUENCES.tokens / prediction.seconds / 8)
+
+
+def test_one_step_ahead_the_longer_side_decides():
+    together = predict_step(step_load(), PEAK)
+    beside = predict_step(step_load(overlapped=True), PEAK)
+    generation = together.phases[0].seconds
+    assert beside.seconds == pytest.approx(max(generation, together.seconds - generation))
+
+
+def test_copies_take_the_host_s_bandwidth():
+    phase = predict_step(step_load(copied=50e9), PEAK).phases[-1]
+    assert phase.name == "copies to and from the host"
+    assert phase.seconds == pytest.approx(50e9 / (EFFICIENCY * PEAK.system.host))
+
+
+def test_no_phase_is_faster_than_the_peak():
+    prediction = predict_step(step_load(), PEAK)
+    uses = [prediction.utilization(phase) for phase in prediction.phases]
+    assert all(use is None or 0 < use < 1 for use in uses)
+    assert uses[0] is None
+
+
+def test_a_deeper_pipeline_with_few_micro_batches_is_idle():
+    loads = [role_load(DENSE, pp=4, limits=MicroBatchLimits(8)) for _ in range(1)]
+    phases = predict_step(step_load(roles=loads, measured=[], schedule="sequential"), PEAK).phases
+    update = next(phase for phase in phases if phase.name.startswith("update"))
+    assert update.spent["idle pipeline"] > 0.1 * update.seconds
+
+
+def test_what_takes_the_most_binds_a_phase():
+    phase = Phase("update", 3.0, {"compute": 1.0, "network": 2.0})
+    assert phase.bound == "network"
+    assert Prediction((phase,), 10, 1, 1e12, "").utilization(phase) is None
+
+
+def test_kernels_of_another_gpu_keep_their_share_of_the_least_time():
+    slower = Scaled(PEAK, "half", PEAK.system.flops / 2, PEAK.system.memory, PEAK.system.within)
+    assert slower.gemm(8192, 8192, 8192) == pytest.approx(2 * PEAK.gemm(8192, 8192, 8192))
+    # reads weights: its memory is as fast
+    assert slower.gemm(1, 8192, 8192) == pytest.approx(PEAK.gemm(1, 8192, 8192))
+    assert "half" in slower.source
+    assert math.isclose(slower.decode(8, 1000, 8, 1, 64), PEAK.decode(8, 1000, 8, 1, 64))
+
+
+def test_the_seconds_of_a_collective_follow_the_links():
+    ring = SimpleNamespace(system=PEAK.system, collective=PEAK.collective)
+    assert collective_seconds(ring, "all_reduce", 1e9, Group(16)) > collective_seconds(
+        ring, "all_gather", 1e9, Group(16)
+    )

@@ -1,0 +1,160 @@
+"""The predicted time of a step from measured kernels, and the option --time of a plan."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mppo.config.errors import ConfigError
+from mppo.config.gpu_types import find_gpu
+from mppo.plan import main
+from mppo.planning.time import library
+from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
+from mppo.weights.shape import model_shape
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+RECIPE = str(ROOT / "recipes" / "qwen3_30b_a3b_gsm8k_math.yaml")
+with_library = pytest.mark.skipif(
+    find_spec("aiconfigurator_core") is None,
+    reason='measured kernels are not installed: pip install "mppo[plan]" (Python 3.11 or newer)',
+)
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return import_module("predicted_time")
+
+
+def test_without_the_library_one_command_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(library, "PACKAGE", "no-such-package")
+    assert main(["--config", RECIPE, "--time"]) == 2
+    told = capsys.readouterr().err
+    assert "--time" in told
+    assert 'pip install "mppo[plan]"' in told
+
+
+def test_a_mean_without_time_is_not_ignored(capsys):
+    for option in (["--mean-response", "100"], ["--search", "best.yaml"]):
+        assert main(["--config", RECIPE, *option]) == 2
+        assert "add --time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mean", ["0", "2049"])
+def test_a_mean_beyond_the_limit_is_refused(mean, capsys):
+    assert main(["--config", RECIPE, "--time", "--mean-response", mean]) == 2
+    told = capsys.readouterr().err
+    assert "--mean-response" in told
+    assert "data.max_response_length = 2048" in told
+
+
+@with_library
+def test_a_plan_predicts_every_phase_and_names_its_source(capsys):
+    options = ["--time", "--mean-prompt", "150", "--mean-response", "800"]
+    assert main(["--config", RECIPE, *options]) == 0
+    text = capsys.readouterr().out
+    table = text[text.index("# predicted time of a step") :]
+    assert re.search(r"^generation +\d+\.\d +\d+% +- +\w+", table, re.MULTILINE)
+    assert re.search(r"^update of actor and critic +\d+\.\d +\d+% +\d+% ", table, re.MULTILINE)
+    assert re.search(r"^predicted step: \d+\.\d s, [\d,]+ tokens/s/GPU on 32 GPUs$", table, re.M)
+    assert re.search(r"^predicted by formulas from aiconfigurator-core \d+\.\d+", table, re.M)
+
+
+@with_library
+def test_a_search_writes_the_fastest_layout_as_a_recipe(tmp_path, capsys):
+    small = [
+        "--config",
+        str(ROOT / "recipes" / "qwen2.5_0.5b_gsm8k.yaml"),
+        "trainer.n_gpus_per_node=2",
+    ]
+    best = tmp_path / "best.yaml"
+    (tmp_path / "configs").symlink_to(ROOT / "recipes" / "configs")
+    assert main([*small, "--time", "--mean-response", "200", "--search", str(best)]) == 0
+    text = capsys.readouterr().out
+    now = float(re.findall(r"^predicted step: ([\d.]+) s", text, re.MULTILINE)[0])
+    places = re.findall(r"^\d\. .*: predicted ([\d.]+) s, .* to spare$", text, re.MULTILINE)
+    seconds = [float(place) for place in places]
+    assert len(seconds) == 5
+    assert seconds == sorted(seconds)
+    assert seconds[0] <= now
+    # the written recipe is planned with the time that was promised
+    again = ["--config", str(best), "--time", "--mean-response", "200"]
+    assert main(again) == 0
+    found = re.findall(r"^predicted step: ([\d.]+) s", capsys.readouterr().out, re.MULTILINE)
+    assert float(found[0]) == pytest.approx(seconds[0], abs=0.11)
+
+
+@pytest.mark.parametrize(("name", "said"), [("there.yaml", "it exists"), ("no/a.yaml", "folder")])
+def test_a_search_overwrites_nothing(name, said, tmp_path, capsys):
+    (tmp_path / "there.yaml").write_text("")
+    assert main(["--config", RECIPE, "--time", "--search", str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert "--search" in told
+    assert said in told
+
+
+@with_library
+def test_longer_responses_and_slower_gpus_take_longer(benchmark):
+    row = next(row for row in benchmark.ROWS if row.model == "Qwen3-30B-A3B" and not row.ahead)
+    seconds = benchmark.predict(row).seconds
+    assert 0.65 < seconds / row.seconds < 1.35
+    shorter = benchmark.predict(replace(row, mean=row.mean // 2)).seconds
+    assert shorter < 0.8 * seconds
+    a100 = benchmark.predict(replace(row, gpu="a100-80gb")).seconds
+    assert a100 > 1.2 * seconds
+
+
+@with_library
+def test_every_published_step_is_within_the_stated_error(benchmark):
+    errors = {
+        (row.model, row.ahead): benchmark.predict(row).seconds / row.seconds - 1
+        for row in benchmark.ROWS
+    }
+    assert all(abs(error) <= 0.35 for error in errors.values()), errors
+    judged = sorted(abs(error) for (_, ahead), error in errors.items() if not ahead)
+    assert judged[len(judged) // 2] <= 0.15
+
+
+@with_library
+def test_a_decoding_step_is_that_of_the_library_s_own_model(benchmark):
+    handle = import_module("aiconfigurator_core.sdk.engine").EngineHandle
+    own = handle.compile(
+        "Qwen/Qwen3-30B-A3B", "h100_sxm", "sglang", tp_size=2, moe_tp_size=2, moe_ep_size=1
+    )
+    config = benchmark.AutoConfig.for_model(**benchmark.MODELS["Qwen3-30B-A3B"])
+    kernels = library.open_library(find_gpu("h100-80gb"))
+    engine = EnginePasses(kernels, model_shape(config), 8, Servers(1, 2, 256))
+    for batch, context in ((16, 1000), (64, 2000), (256, 2000)):
+        seconds = engine.decode_step(batch, context).seconds / ENGINE
+        theirs = own.predict_decode_latency(batch, context, 2) / 1e3
+        assert seconds == pytest.approx(theirs, rel=0.2), (batch, context)
+
+
+@with_library
+@pytest.mark.parametrize(("gpu", "said"), [
+    ("h200-141gb", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
+    ("40GiB", "GPU of 40 GiB has no measurements, so these are the times of another GPU, h100"),
+])  # fmt: skip
+def test_a_gpu_without_measurements_has_those_of_a_named_one(gpu, said):
+    kernels = library.open_library(find_gpu(gpu))
+    assert said in kernels.source
+    assert kernels.gemm(4096, 4096, 4096) > 0
+
+
+@with_library
+def test_latent_attention_and_unmeasured_experts_have_times():
+    kernels = library.open_library(find_gpu("h100-80gb"))
+    assert 0 < kernels.latent_decode(64, 1000, 16) < kernels.latent_decode(64, 4000, 16)
+    assert library.Measured.experts(kernels, 64, 2048, 1408, 6, 64, 1, 1) > 0
+
+
+def test_the_error_of_a_missing_library_has_a_fix(monkeypatch):
+    monkeypatch.setattr(library, "PACKAGE", "no-such-package")
+    with pytest.raises(ConfigError, match="no-such-package"):
+        library.open_library(find_gpu("h100-80gb"))
