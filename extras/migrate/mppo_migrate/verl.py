@@ -45,7 +45,7 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         if command is chosen or (settings and _starts_script(command)):
             overrides += list(_settings(command, result))
     _translate(overrides, result)
-    result.add_missing([*_EXTRA, *_stages_of_actor(result)])
+    result.add_missing([*_EXTRA, *_stages_of_actor(result), *_shares_of_tests(result)])
     return result
 
 
@@ -108,6 +108,12 @@ def _stages_of_actor(result: Migration) -> Iterator[Setting]:
             actors = result.settings.get(f"{stages['actor']}.pipeline_model_parallel_size")
             if own and size and actors and size.value == actors.value:
                 yield Setting(f"{stages[role]}.{name}", own.value, "the actor's, as in verl")
+
+
+def _shares_of_tests(result: Migration) -> Iterator[Setting]:
+    """The score of a program in verl's sandbox is the share of its tests that pass."""
+    if "reward.url" in result.settings and "reward.name" not in result.settings:
+        yield Setting("reward.kwargs.partial_credit", True, "continuous=True, as in verl")
 
 
 def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

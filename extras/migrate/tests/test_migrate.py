@@ -70,6 +70,14 @@ def test_verls_scripts_become_recipes(name, tmp_path):
     assert "Not recognised" not in written
 
 
+def test_verls_sandbox_gives_the_share_of_passed_tests(tmp_path):
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_deepseek7b_llm_sandbox_fusion.sh"])
+    assert recipe.reward.name == "rule"
+    assert recipe.reward.kwargs["partial_credit"] is True
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_deepseek7b_llm.sh"])
+    assert not recipe.reward.kwargs
+
+
 @pytest.mark.parametrize("name", ["verl-english", "verl-chinese"])
 def test_verls_reference_run(name, tmp_path, monkeypatch):
     """Qwen2.5-0.5B on GSM8K: settings on top of run_gemma.sh, which is read if it is there."""
