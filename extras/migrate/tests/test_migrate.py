@@ -70,6 +70,16 @@ def test_verls_scripts_become_recipes(name, tmp_path):
     assert "Not recognised" not in written
 
 
+def test_verls_experts_are_divided_like_the_other_matrices(tmp_path):
+    script = SCRIPTS["run_qwen1.5_moe_a2.7b-gsm8k_megatron.sh"]
+    recipe, _, _ = recipe_of(tmp_path, "verl", script)
+    for role in (recipe.actor, recipe.critic, recipe.ref):
+        assert role.megatron.expert_tensor_parallel_size is None
+        assert role.megatron.layout(32).etp == role.megatron.tensor_model_parallel_size == 4
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_moonlight16b_a3b_gsm8k_megatron.sh"])
+    assert recipe.actor.megatron.expert_tensor_parallel_size == 1
+
+
 def test_verls_sandbox_gives_the_share_of_passed_tests(tmp_path):
     recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_deepseek7b_llm_sandbox_fusion.sh"])
     assert recipe.reward.name == "rule"
