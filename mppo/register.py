@@ -139,9 +139,10 @@ policy_loss = Registry(
 """See ``mppo.algos.policy_loss.PolicyLoss``."""
 verifier = Registry(
     "verifier",
-    ("exact", "final_answer", "gsm8k", "gsm8k_flexible", "choice", "math", "reasoning_gym", "code"),
+    ("exact", "final_answer", "gsm8k", "gsm8k_flexible", "choice", "math", "math_flexible",
+     "reasoning_gym", "code"),
     ("response", "ground_truth", "extra"),
-)
+)  # fmt: skip
 """See ``mppo.rewards.verifiers.Verifier``."""
 metric = Registry("metric", ("experience", "scores", "mismatch"), ("data",))
 """See ``mppo.trainer.metrics.Metric``."""

@@ -82,6 +82,10 @@ _PLANNED = {
     "simulate": ": it simulates the run that is planned",
     "gpu": ": it names the GPU for which memory is planned",
     "picture": ": it draws the plan",
+    "time": ": it predicts the time of a step of the run that is planned",
+    "search": ": it searches layouts for the run that is planned",
+    "mean_prompt": ": it is for a prediction",
+    "mean_response": ": it is for a prediction",
     "world_size": "; without it the launcher sets the number of ranks",
 }
 """Options of a plan, and why a run has none."""

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.verl.names import RENAMED
+from mppo.config.verl.names import RENAMED, canonical_key
 from mppo.safety.input_files import MAX_DEPTH, read_text
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
@@ -220,8 +220,9 @@ def apply_overrides(
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """Apply ``section.key=value`` settings to a document; later ones win.
 
-    Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. Hydra's
-    leading ``+`` is accepted.
+    Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. An empty
+    mapping, ``rollout.server_args={}``, takes the place of the mapping that the document has;
+    ``~rollout.server_args`` removes a key. Hydra's leading ``+`` is accepted.
 
     Returns:
         The new mapping and the issues.
@@ -229,6 +230,9 @@ def apply_overrides(
     merged = dict(document)
     issues: list[ConfigIssue] = []
     for override in overrides:
+        if override.startswith("~"):
+            issues += _remove(merged, override[1:])
+            continue
         key, equals, text = override.lstrip("+").partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
@@ -241,10 +245,21 @@ def apply_overrides(
             why = f"its value is not valid YAML: {_one_line(error)}"
             issues.append(ConfigIssue(key, text, why, "quote the value, or close its brackets"))
             continue
+        if value == {}:
+            _pop(merged, canonical_key(key.strip()).split("."))
         for part in reversed(parts):
             value = {part: value}
         merged = merge_documents(merged, rename_keys(value, issues))
     return merged, issues
+
+
+def _remove(document: dict[str, Any], key: str) -> list[ConfigIssue]:
+    """Remove a key from a document, whichever of its names is given."""
+    found, _ = _pop(document, canonical_key(key.strip()).split("."))
+    if found:
+        return []
+    why, fix = "there is no such key to remove: nothing sets it", "remove it, or correct the name"
+    return [ConfigIssue("command line", f"~{key}", why, fix)]
 
 
 def rename_keys(document: Mapping[str, Any], issues: list[ConfigIssue]) -> dict[str, Any]:

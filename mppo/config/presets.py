@@ -99,6 +99,7 @@ VERL = _rows(
         "actor.kl_loss_coef": 0.001,
         "actor.kl_loss_type": "low_var_kl",
         "actor.optim.lr": 1e-6,
+        "critic.use_dynamic_bsz": CopyOf("actor.use_dynamic_bsz"),
         "critic.shuffle": CopyOf("actor.shuffle"),
         "critic.loss_agg_mode": CopyOf("actor.loss_agg_mode"),
         "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),

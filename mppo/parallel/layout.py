@@ -111,9 +111,12 @@ class Layout:
         return idle / (microbatches + idle)
 
     def describe(self) -> str:
-        """Name the axes larger than one, such as ``TP2 x PP2``; ``DP1`` if all are one."""
+        """Name the axes larger than one, such as ``TP2 x PP2``; ``DP1`` if all are one.
+
+        ETP is named where it is not TP, and beside EP.
+        """
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
-        if self.ep > 1 or self.etp > 1:
+        if self.ep > 1 or self.etp not in (1, self.tp):
             sizes["ETP"] = self.etp
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "ETP"]
         return " x ".join(parts + ([f"DP{self.dp}"] if self.dp > 1 or not parts else []))

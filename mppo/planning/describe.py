@@ -208,7 +208,7 @@ def _ranks(plans: list[RolePlan], world_size: int) -> str:
         for plan in plans:
             at = plan.layout.coordinates(rank)
             cell = f"tp{at.tp} cp{at.cp} dp{at.dp} pp{at.pp}"
-            experts = plan.layout.ep > 1 or plan.layout.etp > 1
+            experts = plan.layout.ep > 1 or plan.layout.etp not in (1, plan.layout.tp)
             cells.append(f"{cell} etp{at.etp} ep{at.ep}" if experts else cell)
         rows.append((str(rank), *cells))
     text = _columns(rows)

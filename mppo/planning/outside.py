@@ -37,7 +37,7 @@ STATIC_SHARE = 0.85
 not set ``rollout.server_args.mem_fraction_static``; SGLang chooses about this much."""
 
 
-def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int) -> int:
+def communicators(roles: Iterable[tuple[Layout, bool, bool, bool]], rank: int) -> int:
     """Number of NCCL communicators that a rank uses.
 
     One for all groups with the same ranks (``mppo.parallel.shared_groups``), one for a pipeline's
@@ -45,16 +45,18 @@ def communicators(roles: Iterable[tuple[Layout, bool, bool]], rank: int) -> int:
     (``mppo.pipeline.routes``).
 
     Args:
-        roles: each role's layout, whether it has experts on this rank, and whether it is trained.
+        roles: each role's layout, whether it has experts on this rank, whether it is trained, and
+            whether its router's biases move.
         rank: the rank.
     """
     found: set[Any] = set()
-    for layout, has_experts, trained in set(roles):
+    for layout, has_experts, trained, moves_biases in set(roles):
         here = layout.coordinates(rank)
         everyone = [(other, layout.coordinates(other)) for other in range(layout.world)]
         axes = _AXES + _EXPERT_AXES * has_experts
         if trained:
             axes += _GRADIENT_AXES + _EXPERT_GRADIENT_AXES * has_experts
+            axes += _BIAS_AXES * (has_experts and moves_biases)
         for same in axes:
             found.add(tuple(other for other, at in everyone if same(at) == same(here)))
         if layout.pp > 1:
@@ -80,6 +82,9 @@ _GRADIENT_AXES: Axes = (
 )
 _EXPERT_GRADIENT_AXES: Axes = (
     lambda at: (at.pp, at.ep, at.etp),  # data parallelism of experts
+)
+_BIAS_AXES: Axes = (
+    lambda at: (at.pp,),  # all ranks of a stage: loads of the experts
 )
 
 

@@ -129,7 +129,12 @@ def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int
          Use("save", SAVE, 0), Use("generation", GENERATION, 0)],
         communicators(
             (
-                (part.passes.layout, part.passes.has_experts, part.passes.trained)
+                (
+                    part.passes.layout,
+                    part.passes.has_experts,
+                    part.passes.trained,
+                    part.passes.role.megatron.moe_router_bias_update_rate > 0,
+                )
                 for part in parts
             ),
             rank,

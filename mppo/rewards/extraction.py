@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mppo.rewards.latex_text import boxed_as_text, spelled_latex
 from mppo.rewards.result import ANSWER_CHARACTERS
 from mppo.rewards.verifiers import (
     CHOICE,
-    GSM8K_ANSWER,
     NUMBER,
     extract_final,
+    gsm8k_answer,
     parse_number,
     without_spaces,
 )
@@ -18,8 +19,8 @@ from mppo.rewards.verifiers import (
 def extract_answer(verifier: str, response: str) -> str | None:
     """The answer that a verifier reads in a response, in one spelling for equal answers.
 
-    Answers of ``math`` are equal if their texts are, apart from spaces and the spelling of numbers:
-    the package that compares them as formulas compares only pairs.
+    Answers of ``math_flexible`` are equal if their texts are, apart from spaces and the spelling of
+    numbers: the package that compares them as formulas compares only pairs.
 
     Args:
         verifier: name of the verifier.
@@ -59,9 +60,10 @@ def _choice(response: str) -> str:
 _EXTRACT: dict[str, Callable[[str], str]] = {
     "exact": str.strip,
     "final_answer": lambda response: without_spaces(extract_final(response)),
-    "gsm8k": lambda response: _last_number(GSM8K_ANSWER.findall(response)),
+    "gsm8k": lambda response: gsm8k_answer(response) or "",
     "gsm8k_flexible": lambda response: _last_number(NUMBER.findall(response)),
     "choice": _choice,
-    "math": lambda response: _spelled(_final(response)),
+    "math": lambda response: spelled_latex(boxed_as_text(response) or ""),
+    "math_flexible": lambda response: _spelled(_final(response)),
     "reasoning_gym": extract_final,
 }

@@ -26,7 +26,7 @@ from mppo.supervision.phase import tick
 
 MEMORY_MB = 4096
 """Default limit of the address space of a process that runs a verifier, in MiB."""
-ITEMS_PER_PROCESS = {"math": 200, "reasoning_gym": 1}
+ITEMS_PER_PROCESS = {"math_flexible": 200, "reasoning_gym": 1}
 """Responses after which a process is replaced: the caches of sympy grow, and some families of
 reasoning_gym execute the response, which can then change the process."""
 
@@ -118,7 +118,7 @@ class RuleReward:
         return self._pool(name).run(items)
 
     def _pool(self, name: str) -> WorkerPool:
-        if name == "math":
+        if name == "math_flexible":
             verifiers.import_math_verify()
         if name not in self._pools:
             loader = f"{verifiers.__name__}:load_in_worker"

@@ -18,6 +18,7 @@ from typing import Any
 
 from mppo import register
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.rewards.latex_text import boxed_as_text, same_latex
 from mppo.safety.input_error import InputError
 
 Verifier = Callable[[str, str, Mapping[str, Any]], float]
@@ -25,7 +26,10 @@ Verifier = Callable[[str, str, Mapping[str, Any]], float]
 
 _DECIMAL = r"[-$]{0,2}(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(_DECIMAL)
-GSM8K_ANSWER = re.compile(rf"####\s*({_DECIMAL})")
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+"""The form of verl's scorer: one space, no dollar sign."""
+GSM8K_END = 300
+"""Characters at the end of a response in which ``gsm8k`` looks for the answer, as verl's scorer."""
 CHOICE = re.compile(r"(?<![A-Za-z])\(?([A-J])\)?(?![A-Za-z])")
 BOXED = "\\boxed{"
 BRACES = re.compile(r"\\boxed\{|[{}]")
@@ -55,13 +59,25 @@ def final_answer(response: str, ground_truth: str, extra: Mapping[str, Any]) -> 
 
 
 def gsm8k(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """1 if the number of the last ``#### NUMBER`` (GSM8K's form) is the ground truth."""
-    found = GSM8K_ANSWER.findall(response)
-    return _same_number(found[-1] if found else "", ground_truth)
+    """1 if the last ``#### NUMBER`` (GSM8K's form) is the ground truth, as text without commas.
+
+    This is verl's strict scorer (``reward_score/gsm8k.py``, 0.7.0): neither ``#### 18.`` nor
+    ``#### $18`` nor ``#### 18.00`` is 18, and only the last ``GSM8K_END`` characters count.
+    """
+    right = ground_truth.rpartition("####")[2].strip().replace(",", "").replace("$", "")
+    if parse_number(right) is None:
+        raise InputError(f"the ground truth {ground_truth!r} is not a number")
+    return float(gsm8k_answer(response) == right)
+
+
+def gsm8k_answer(response: str) -> str | None:
+    """The number of the last ``#### NUMBER`` without commas; None if there is none."""
+    found = GSM8K_ANSWER.findall(response[-GSM8K_END:])
+    return found[-1].replace(",", "") if found else None
 
 
 def gsm8k_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
-    """1 if the last number in the response is the ground truth."""
+    """1 if the last number in the response equals the ground truth by value."""
     found = NUMBER.findall(response)
     return _same_number(found[-1] if found else "", ground_truth)
 
@@ -73,6 +89,12 @@ def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
 
 
 def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
+    """1 if the last ``\\boxed{}`` is the ground truth as text (``same_latex``): verl's scorer."""
+    boxed, right = boxed_as_text(response), last_boxed(ground_truth)
+    return float(boxed is not None and same_latex(boxed, ground_truth if right is None else right))
+
+
+def math_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if response and ground truth are mathematically equal for the package math-verify.
 
     If the response has a ``\\boxed{}``, only the last one counts. The time is not bounded: sympy
@@ -109,11 +131,12 @@ _OWN: dict[str, Verifier] = {
     "gsm8k_flexible": gsm8k_flexible,
     "choice": choice,
     "math": math,
+    "math_flexible": math_flexible,
     "reasoning_gym": reasoning_gym,
 }
 register.verifier.fill(_OWN)
 
-PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+PACKAGES = {"math_flexible": "math_verify", "reasoning_gym": "reasoning_gym"}
 """The verifiers that pass the response to a package, by the package's name. The package may need
 any time or memory for the response, or even execute it."""
 
@@ -127,7 +150,8 @@ BY_DATA_SOURCE: tuple[tuple[str, str], ...] = (
     (r"arithmetic|reverse|sort_digits|count_letters", "exact"),
     (r"reasoning_gym:.*", "reasoning_gym"),
     (r"(.*/)?gsm8k", "gsm8k"),
-    (r"(.*/)?(math([-_]?(500|lighteval|dapo))?|aime.*|amc.*|deepscaler.*|numina.*)", "math"),
+    (r"(.*/)?math([-_]?(500|lighteval))?", "math"),
+    (r"(.*/)?(math[-_]?dapo|aime.*|amc.*|deepscaler.*|numina.*)", "math_flexible"),
     (r"(.*/)?(mmlu|arc|gpqa).*", "choice"),
     (r"(.*/)?(code|humaneval|mbpp|apps|taco|codecontests|livecodebench).*", CODE),
 )
@@ -146,7 +170,7 @@ def load_in_worker(
     """
     verify = _OWN[name]
     importlib.import_module(PACKAGES[name])
-    if name == "math":
+    if name == "math_flexible":
         # math-verify warns that its time is not bounded; the worker pool bounds it
         logging.getLogger(PACKAGES[name]).setLevel(logging.ERROR)
         verify(r"\boxed{\frac{1}{2} x^2}", "0.5x^2", {})
@@ -187,7 +211,7 @@ def import_math_verify() -> Any:
         return importlib.import_module("math_verify")
     except ModuleNotFoundError as error:
         why = f"it needs the package {error.name}, which is not installed"
-        issue = ConfigIssue("reward.verifier", "math", why, 'pip install "mppo[rewards]"')
+        issue = ConfigIssue("reward.verifier", "math_flexible", why, 'pip install "mppo[rewards]"')
         raise ConfigError([issue]) from error
 
 

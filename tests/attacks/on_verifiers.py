@@ -24,7 +24,7 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
         from mppo.rewards.scores import read_scores
 
         package, _, family = verifier.partition(":")
-        needed = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
+        needed = {"math_flexible": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
         if needed and find_spec(needed) is None:
             print(f"{says}, because nothing was run: {needed} is not installed")
             return 0
@@ -88,7 +88,7 @@ def _row(
 
 
 def _math(given: str, response: str) -> Attack:
-    return _row(f"{given}, `math`", "math", response, r"\boxed{17}")
+    return _row(f"{given}, `math_flexible`", "math_flexible", response, r"\boxed{17}")
 
 
 def _gym(given: str, family: str, response: str) -> Attack:

@@ -56,6 +56,31 @@ def test_override_values_are_yaml(tmp_path):
     assert recipe.data.system_prompt == "think = then answer"
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.server_args={}",
+        "~rollout.server_args",
+        "actor_rollout_ref.rollout.engine_kwargs.sglang={}",
+        "~actor_rollout_ref.rollout.engine_kwargs.sglang",
+    ],
+)
+def test_an_override_empties_a_mapping_of_the_recipe(override, tmp_path):
+    base = "rollout: {n: 3, server_args: {mem_fraction_static: 0.4}}"
+    path = write(tmp_path, base)
+    recipe = load_recipe(path, [override])
+    assert (recipe.rollout.server_args, recipe.rollout.n) == ({}, 3)
+    later = load_recipe(path, [override, "rollout.server_args.max_total_tokens=8"])
+    assert later.rollout.server_args == {"max_total_tokens": 8}
+
+
+def test_a_key_that_nothing_sets_cannot_be_removed(tmp_path):
+    path = write(tmp_path, "rollout: {n: 3}")
+    for key in ("rollout.server_arg", "rollout.n.x", "", "rollout.n=3"):
+        _, issues = read_recipe(path, [f"~{key}"])
+        assert [(issue.key, issue.value) for issue in issues] == [("command line", f"~{key}")]
+
+
 def test_verl_long_names_are_accepted(tmp_path):
     recipe = load_recipe(
         None,

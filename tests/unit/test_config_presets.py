@@ -57,6 +57,13 @@ def test_defaults_derived_from_another_key_follow_the_users_value():
     assert Recipe.model_validate(trl).actor.ppo_mini_batch_size == 48
 
 
+def test_verls_critic_follows_the_actor():
+    actor = {"ppo_epochs": 2, "use_dynamic_bsz": True, "shuffle": True}
+    recipe = Recipe.model_validate(apply_preset({"algorithm": {"preset": "verl"}, "actor": actor}))
+    critic = recipe.critic
+    assert (critic.ppo_epochs, critic.use_dynamic_bsz, critic.shuffle) == (2, True, True)
+
+
 def test_defaults_that_need_another_key_apply_only_with_it():
     for name, coef in (("openrlhf", 0.05), ("deepspeed_chat", 27.8)):
         preset = {"algorithm": {"preset": name}}

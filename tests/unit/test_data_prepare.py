@@ -160,7 +160,7 @@ def test_eurus_in_parquet_is_read_as_it_was_written(tmp_path, capsys):
     found = read_rows([str(path)], "data.train_files", "prompt", "answer")
     assert [row.answer for row in found] == ["2", json.dumps(PROGRAM)]
     assert found[0].prompt == rows[0]["prompt"]
-    assert [verifier_for(row.data_source) for row in found] == ["math", "code"]
+    assert [verifier_for(row.data_source) for row in found] == ["math_flexible", "code"]
     assert [row.extra["extra_info"]["index"] for row in found] == [0, 1]
     assert parse_tests(found[1].answer) == [
         {"input": "1 2\n", "output": "3\n"}, {"input": "3 4\n", "output": "7\n"}

@@ -38,6 +38,8 @@ def test_description():
     assert Layout(4, tp=2, pp=2).describe() == "TP2 x PP2"
     assert Layout(1).describe() == "DP1"
     assert Layout(8, ep=4).describe() == "EP4 x ETP1 x DP8"
+    assert Layout(8, tp=2, etp=2).describe() == "TP2 x DP4"
+    assert Layout(8, tp=4, etp=2).describe() == "TP4 x ETP2 x DP2"
 
 
 def test_bubble_shrinks_with_microbatches_and_interleaving():

@@ -63,9 +63,9 @@ BOMBS = {
 
 def test_latex_bombs_score_0_and_end_at_the_time_limit():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
-    prompt = Prompt(0, (1,), "math", "17", "p")
+    prompt = Prompt(0, (1,), "aime", "17", "p")
     macros = "".join(f"\\def\\{a}{{\\{b}\\{b}}}" for a, b in zip("abcdefgh", "bcdefghi"))
-    judge = RuleReward("math", timeout_s=1.0)
+    judge = RuleReward("math_flexible", timeout_s=1.0)
     bombs = judge([Response(prompt, text) for text in BOMBS.values()])
     assert all(found in (Unscored("timeouts"), 0.0) for found in bombs), bombs
     others = [macros + BOXED + "\\a}", BOXED + "17}"]
@@ -77,7 +77,8 @@ def test_latex_bombs_score_0_and_end_at_the_time_limit():
     [
         ("gsm8k", "#### 17 km", "17", 1),
         ("gsm8k", "#### 17km/h.", "17", 1),
-        ("gsm8k", "#### $1,234,567 dollars", "1234567", 1),
+        ("gsm8k", "#### 17. ", "17", 0),
+        ("gsm8k", "#### 1,234,567 dollars", "1234567", 1),
         ("gsm8k", "#### about 17", "17", 0),
         ("gsm8k", "#### 1 7", "17", 0),
         ("gsm8k", "#### 17 #### 18", "17", 0),
@@ -90,11 +91,11 @@ def test_latex_bombs_score_0_and_end_at_the_time_limit():
         ("final_answer", "<answer>17</answer><answer>18", "17", 1),
         ("choice", "(A) (B) (C) (D)", "B", 0),
         ("choice", "Band", "B", 0),
-        ("math", r"\boxed{\text{so }\boxed{17}}", "17", 1),
-        ("math", r"\boxed{17\,\mathrm{cm}}", "17", 1),
-        ("math", r"\boxed{17,000}", "17000", 1),
-        ("math", r"\boxed{17,000}", "17", 0),
-        ("math", r"\boxed{17 \text{ or } 18}", "17", 0),
+        ("math_flexible", r"\boxed{\text{so }\boxed{17}}", "17", 1),
+        ("math_flexible", r"\boxed{17\,\mathrm{cm}}", "17", 1),
+        ("math_flexible", r"\boxed{17,000}", "17000", 1),
+        ("math_flexible", r"\boxed{17,000}", "17", 0),
+        ("math_flexible", r"\boxed{17 \text{ or } 18}", "17", 0),
     ],
 )
 def test_boxes_units_and_commas(name, response, truth, score):

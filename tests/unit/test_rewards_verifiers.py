@@ -1,7 +1,9 @@
 """Rule verifiers."""
 
 import contextlib
+import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from mppo.rewards.verifiers import (
     verifier_for,
 )
 
+VERL_SCORES = json.loads((Path(__file__).parent / "verl_scores.json").read_text())
 NESTED = r"so \boxed{1} or \boxed{\frac{1}{2}}"
 
 
@@ -33,7 +36,9 @@ NESTED = r"so \boxed{1} or \boxed{\frac{1}{2}}"
         ("final_answer", "Let me see.\nThe end.\n\n", "the end", 1),
         ("final_answer", r"17 \boxed{18}", "17", 0),
         ("gsm8k", "work\n#### 1,234", "1234", 1),
-        ("gsm8k", "#### 3 #### $-1,234.50", "-1234.5", 1),
+        ("gsm8k", "#### 3 #### -1,234.5", "-1234.5", 1),
+        ("gsm8k", "#### $1,234", "$1,234", 0),
+        ("gsm8k", "#### 1234", "$1,234", 1),
         ("gsm8k", "#### 3", "Ann has 3 left.\n#### 3", 1),
         ("gsm8k", "the answer is 1234", "1234", 0),
         ("gsm8k", "#### 12345", "1234", 0),
@@ -51,6 +56,25 @@ def test_scores(name, response, truth, score):
     assert register.verifier[name](response, truth, {}) == score
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
+def test_the_scores_are_those_of_verls_own_functions(name):
+    rows = [row for row in VERL_SCORES["rows"] if row[0] == name]
+    scores = [register.verifier[name](response, truth, {}) for _, response, truth, *_ in rows]
+    assert len(rows) > 190
+    assert scores == [row[3] for row in rows]
+
+
+@pytest.mark.parametrize("response", ["#### 18.", "#### $18", "#### 18.00", "####18", "18"])
+def test_the_flexible_verifier_accepts_other_forms_of_the_number(response):
+    assert register.verifier["gsm8k"](response, "18", {}) == 0
+    assert register.verifier["gsm8k_flexible"](response, "18", {}) == 1
+
+
+def test_the_truth_of_math_may_be_a_solution_with_its_box():
+    assert verifiers.math(r"\boxed{\frac12}", r"so \boxed{\frac{1}{2}}.", {}) == 1
+    assert verifiers.math("1/2", r"so \boxed{\frac{1}{2}}.", {}) == 0
+
+
 def test_negative_last_number_keeps_its_sign():
     assert verifiers.gsm8k_flexible("the answer is -3", "-3", {}) == 1
     assert verifiers.gsm8k_flexible("the answer is -3", "3", {}) == 0
@@ -66,15 +90,16 @@ def test_negative_last_number_keeps_its_sign():
         ("I do not know", "3", 0),
     ],
 )
-def test_math_is_judged_by_value(response, truth, score):
+def test_flexible_math_is_judged_by_value(response, truth, score):
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
-    assert verifiers.math(response, truth, {}) == score
+    assert verifiers.math_flexible(response, truth, {}) == score
 
 
-def test_math_also_works_outside_the_main_thread():
+def test_flexible_math_also_works_outside_the_main_thread():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
     scores = []
-    worker = threading.Thread(target=lambda: scores.append(verifiers.math(r"\boxed{2}", "2", {})))
+    score = verifiers.math_flexible
+    worker = threading.Thread(target=lambda: scores.append(score(r"\boxed{2}", "2", {})))
     worker.start()
     worker.join()
     assert scores == [1.0]
@@ -83,7 +108,7 @@ def test_math_also_works_outside_the_main_thread():
 def test_missing_math_verify_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"mppo\[rewards\]"):
-        verifiers.math("1", "1", {})
+        verifiers.math_flexible("1", "1", {})
 
 
 def test_reasoning_gym_gives_a_full_point_or_none():
@@ -112,7 +137,10 @@ def test_partial_credit_is_the_share_of_right_positions():
         ("gsm8k", "gsm8k"),
         ("HuggingFaceH4/MATH-500", "math"),
         ("DigitalLearningGmbH/MATH-lighteval", "math"),
-        ("math_dapo", "math"),
+        ("lighteval/MATH", "math"),
+        ("math_dapo", "math_flexible"),
+        ("aime2024", "math_flexible"),
+        ("numina_olympiads", "math_flexible"),
         ("cais/mmlu", "choice"),
     ],
 )
@@ -177,7 +205,7 @@ def test_numbers_are_compared_exactly_however_long():
     assert parse_number(nines) != parse_number(f"{nines}.1")
     assert parse_number("5") != parse_number("-5")
     assert parse_number("1.") is parse_number("x") is None
-    assert verifiers.gsm8k(f"#### {nines}", "17", {}) == 0
+    assert verifiers.gsm8k_flexible(f"#### {nines}", "17", {}) == 0
 
 
 def test_a_ground_truth_that_is_not_a_number_is_an_error():

@@ -166,7 +166,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
 
 def test_a_hostile_formula_scores_0_and_blocks_no_thread():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
-    judge = RuleReward("math", timeout_s=2.0)
+    judge = RuleReward("math_flexible", timeout_s=2.0)
     prompt = Prompt(0, (1,), "math", "17", "p")
     beats, over = [], threading.Event()
 

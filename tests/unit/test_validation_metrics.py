@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from mppo import register
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
@@ -78,16 +79,19 @@ def test_the_table_has_a_row_per_source_and_a_column_per_metric():
     [
         ("exact", " 17\n", "17"),
         ("final_answer", r"so \boxed{Red Fox}.", "redfox"),
-        ("gsm8k", "1,234 then #### 1,234.50", "1234.5"),
-        ("gsm8k", "#### -0017", "-17"),
+        ("gsm8k", "1,234 then #### 1,234.50", "1234.50"),
+        ("gsm8k", "#### -0017", "-0017"),
         ("gsm8k", "17", ""),
         ("gsm8k_flexible", "first 12, then $17.00", "17"),
         ("gsm8k_flexible", "none", ""),
         ("choice", "(A), no: (C).", "C"),
         ("choice", "?", ""),
-        ("math", r"\boxed{\frac{1} {2}}", r"\frac{1}{2}"),
-        ("math", r"\boxed{1,000.0}", "1000"),
-        ("math", "It is\n$x + 1$", "x+1"),
+        ("math", r"\boxed{\frac1 2} and 3", r"\frac{1}{2}"),
+        ("math", r"\boxed{\sqrt}", r"\sqrt"),
+        ("math", "It is\n$x + 1$", ""),
+        ("math_flexible", r"\boxed{\frac{1} {2}}", r"\frac{1}{2}"),
+        ("math_flexible", r"\boxed{1,000.0}", "1000"),
+        ("math_flexible", "It is\n$x + 1$", "x+1"),
         ("reasoning_gym", "<answer> ZEBRA </answer>", "ZEBRA"),
         ("code", "print(1)", None),
         ("exact", "x" * 999, "x" * 256),
@@ -115,7 +119,7 @@ def test_a_functions_answer_is_verls_pred(result, numbers, answer):
 def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score(tmp_path):
     tokenizer = load_tokenizer(resolve_model("builtin:tiny", tmp_path / "models"))
     prompt = Prompt(0, torch.tensor([1]), "gsm8k", "17", "12+5=")
-    texts = ("#### 17", "#### 17.0", "#### 18", "none")
+    texts = ("#### 17", "#### 17,", "#### 18", "none")
     ids = [tokenizer(text)["input_ids"] for text in texts]
     tokens = [EpisodeTokens(x, [0.0] * len(x)) for x in ids]
     episodes = [Episode.sampled(prompt, each, "length", 0) for each in tokens]
@@ -130,7 +134,7 @@ def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score
     lines = [json.loads(line) for line in (tmp_path / "new" / "0.jsonl").open()]
     assert lines[1] == {
         "data_source": "gsm8k", "index": 0, "sample": 1, "prompt": "12+5=",
-        "response": "#### 17.0", "ground_truth": "17", "answer": "17", "right": True,
+        "response": "#### 17,", "ground_truth": "17", "answer": "17", "right": True,
         "score": -0.25, "numbers": {}, "error": None, "length": len(ids[1]),
         "finish_reason": "length",
     }  # fmt: skip
@@ -139,7 +143,7 @@ def test_whether_a_response_is_right_does_not_depend_on_the_shaping_of_its_score
 @pytest.mark.parametrize(
     "text", ["9", "1,", r"\boxed{", r"\boxed{}", "#### ", " ", "A ", "-$", "x\n"]
 )
-@pytest.mark.parametrize("verifier", ["gsm8k", "gsm8k_flexible", "choice", "math", "final_answer"])
+@pytest.mark.parametrize("verifier", [*register.verifier])
 def test_answers_of_hostile_responses_are_short_and_found_in_linear_time(verifier, text):
     # quadratic time would be minutes
     answer = extract_answer(verifier, text * (300_000 // len(text)))

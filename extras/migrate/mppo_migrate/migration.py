@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -87,6 +88,11 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
         raise ValueError(
             f"no flag of {system.title}'s PPO in it; give the command as you would start it"
         )
+    if other := _other_trainer(system, command):
+        raise ValueError(
+            f"line {command.line}: {other!r} is not {system.title}'s PPO; only its PPO is "
+            "translated. docs/algorithms.md has mppo's other estimators (algorithm.adv_estimator)"
+        )
     first = next((word for word in command.words if _is_program(system, word)), command.words[0])
     result = Migration(first, command.line)
     values = {name: value for name, value in words.items() if name in system.rows}
@@ -159,6 +165,14 @@ def _remove_refused(result: Migration) -> None:
     if recipe is not None:
         issues = [*issues, *check_recipe(recipe, world_size_of(recipe), {})]
     result.checks += [f"mppo refuses {i.key} = {i.value}: {i.why}; {i.fix}" for i in issues]
+
+
+def _other_trainer(system: System, command: Command) -> str | None:
+    """The words that start another trainer of the system; None if there are none."""
+    words = command.words
+    started = [*words, *(" ".join(pair) for pair in pairwise(words))]
+    others = [text for text in started if system.others and re.fullmatch(system.others, text)]
+    return others[0] if others else None
 
 
 def _is_program(system: System, word: str) -> bool:

@@ -129,6 +129,7 @@ class System:
         extra: settings that the preset does not have, where no flag sets them.
         reward_model: the flag with the reward model.
         ranks: the processes of a command whose launcher does not give their number.
+        others: regular expression of what starts the system's other trainers: a word, or two.
     """
 
     title: str
@@ -139,3 +140,4 @@ class System:
     reward_model: str
     extra: Sequence[Setting] = ()
     ranks: Callable[[Flags], int] | None = None
+    others: str | None = None

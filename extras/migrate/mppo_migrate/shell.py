@@ -88,8 +88,13 @@ class _Shell:
             count = int(found[1]) if len(found) > 1 and found[1].isdecimal() else 1
             self.variables.arguments = self.variables.arguments[count:]
             return
-        if found[0] in _SHELLS and len(found) > 1:
-            yield from self._script(found[1], found[2:], raw.line)
+        started = _started_shell(found)
+        if started[1:2] == ["-c"] and len(started) > 2:
+            inner = _Shell(self.variables, self.read_script, self.remarks, self.depth + 1)
+            if self.depth < _MAX_SCRIPTS:
+                yield from inner.run(shown(started[2]))
+        elif len(started) > 1:
+            yield from self._script(started[1], started[2:], raw.line)
         yield Command(tuple(shown(text) for text in found), raw.line)
 
     def _assign(self, words: list[RawWord]) -> list[RawWord]:
@@ -134,6 +139,16 @@ class _Shell:
             return
         inner = _Shell(Variables(arguments), self.read_script, self.remarks, self.depth + 1)
         yield from inner.run(text)
+
+
+def _started_shell(words: list[str]) -> list[str]:
+    """The shell that a command is, or that a launcher starts (``ray job submit ... -- bash X``,
+    ``srun ... bash -c TEXT``), with its arguments; empty if there is none."""
+    for index, word in enumerate(words):
+        launched = words[index - 1] == "--" or words[index + 1 : index + 2] == ["-c"]
+        if word in _SHELLS and (index == 0 or launched):
+            return words[index:]
+    return []
 
 
 def read_commands(

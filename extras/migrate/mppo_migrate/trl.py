@@ -13,6 +13,8 @@ from mppo_migrate.row import Flags, Operand, Setting, System, Without, to, when
 from mppo_migrate.values import both, data_set_files, decay, given, trackers
 
 _LORA = Without("LoRA is not supported: all weights are trained")
+_OTHERS = r"(bco|cpo|dpo|gkd|grpo|gspo|kto|nash_md|online_dpo|orpo|prm|reward|rloo|sft|xpo)"
+"""TRL's trainers without PPO, as its command and its scripts name them."""
 _HUB = Without("nothing is uploaded; trainer.export_hf writes a Hugging Face folder")
 
 
@@ -153,4 +155,5 @@ SYSTEM = System(
     rows=ROWS,
     derive=_derive,
     reward_model="reward_model_path",
+    others=rf"trl {_OTHERS}|(.*/)?{_OTHERS}(_\w+)?\.py|trl\.scripts\.{_OTHERS}",
 )

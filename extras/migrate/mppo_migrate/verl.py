@@ -45,7 +45,9 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         if command is chosen or (settings and _starts_script(command)):
             overrides += list(_settings(command, result))
     _translate(overrides, result)
-    result.add_missing([*_EXTRA, *_stages_of_actor(result)])
+    result.add_missing(
+        [*_EXTRA, *_stages_of_actor(result), *_expert_layouts(result), *_shares_of_tests(result)]
+    )
     return result
 
 
@@ -108,6 +110,21 @@ def _stages_of_actor(result: Migration) -> Iterator[Setting]:
             actors = result.settings.get(f"{stages['actor']}.pipeline_model_parallel_size")
             if own and size and actors and size.value == actors.value:
                 yield Setting(f"{stages[role]}.{name}", own.value, "the actor's, as in verl")
+
+
+def _expert_layouts(result: Migration) -> Iterator[Setting]:
+    """The layout of experts that verl's null means: that of the other matrices."""
+    for role in ("actor", "critic", "ref"):
+        size = result.settings.get(f"{role}.megatron.tensor_model_parallel_size")
+        if size is not None and size.value != 1:
+            key = f"{role}.megatron.expert_tensor_parallel_size"
+            yield Setting(key, None, "the tensor-parallel size, verl's default")
+
+
+def _shares_of_tests(result: Migration) -> Iterator[Setting]:
+    """The score of a program in verl's sandbox is the share of its tests that pass."""
+    if "reward.url" in result.settings and "reward.name" not in result.settings:
+        yield Setting("reward.kwargs.partial_credit", True, "continuous=True, as in verl")
 
 
 def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

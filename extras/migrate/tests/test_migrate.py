@@ -70,6 +70,24 @@ def test_verls_scripts_become_recipes(name, tmp_path):
     assert "Not recognised" not in written
 
 
+def test_verls_experts_are_divided_like_the_other_matrices(tmp_path):
+    script = SCRIPTS["run_qwen1.5_moe_a2.7b-gsm8k_megatron.sh"]
+    recipe, _, _ = recipe_of(tmp_path, "verl", script)
+    for role in (recipe.actor, recipe.critic, recipe.ref):
+        assert role.megatron.expert_tensor_parallel_size is None
+        assert role.megatron.layout(32).etp == role.megatron.tensor_model_parallel_size == 4
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_moonlight16b_a3b_gsm8k_megatron.sh"])
+    assert recipe.actor.megatron.expert_tensor_parallel_size == 1
+
+
+def test_verls_sandbox_gives_the_share_of_passed_tests(tmp_path):
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_deepseek7b_llm_sandbox_fusion.sh"])
+    assert recipe.reward.name == "rule"
+    assert recipe.reward.kwargs["partial_credit"] is True
+    recipe, _, _ = recipe_of(tmp_path, "verl", SCRIPTS["run_deepseek7b_llm.sh"])
+    assert not recipe.reward.kwargs
+
+
 @pytest.mark.parametrize("name", ["verl-english", "verl-chinese"])
 def test_verls_reference_run(name, tmp_path, monkeypatch):
     """Qwen2.5-0.5B on GSM8K: settings on top of run_gemma.sh, which is read if it is there."""
@@ -98,6 +116,48 @@ def test_shell_and_unknown_settings_of_verl(tmp_path):
     assert "#   actor_rollout_ref.actor.wheels=4: no such key" in written
     assert "#   actor_rollout_ref.rollout.name=vllm: vLLM" in written
     assert recipe.reward_model.path == "some/rm"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "ray job submit --address=http://x:8265 --no-wait -- {}",
+        "A=b ray job submit --working-dir . --runtime-env-json '{{\"a.b\": 1}}' -- \\\n  {}",
+        "ray job submit -- bash -c '{}'",
+        'srun -N 2 bash -c "cd x && {}"',
+    ],
+)
+def test_launchers_of_a_command_are_read(launch, tmp_path):
+    command = "python3 -m verl.trainer.main_ppo data.train_batch_size=512 trainer.n_gpus_per_node=4"
+    recipe, written, remarks = recipe_of(tmp_path, "verl", launch.format(command))
+    assert (recipe.data.train_batch_size, recipe.trainer.n_gpus_per_node) == (512, 4)
+    assert "verl.trainer.main_ppo" in written
+    assert not [line for line in remarks if "not a setting" in line]
+
+
+def test_a_launcher_may_start_a_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = "python3 -m verl.trainer.main_ppo data.train_batch_size=512 trainer.nnodes=2 $@"
+    Path("run.sh").write_text(script)
+    text = "ray job submit --no-wait -- bash run.sh trainer.nnodes=4"
+    recipe, _, _ = recipe_of(tmp_path, "verl", text)
+    assert (recipe.data.train_batch_size, recipe.trainer.nnodes) == (512, 4)
+
+
+@pytest.mark.parametrize(
+    ("command", "other"),
+    [
+        ("trl grpo --model_name_or_path m --learning_rate 1e-6", "trl grpo"),
+        ("accelerate launch scripts/rloo.py --learning_rate 1", "scripts/rloo.py"),
+        ("python dpo_online.py --learning_rate 1e-6", "dpo_online.py"),
+        ("python -m trl.scripts.sft --learning_rate 1e-6", "trl.scripts.sft"),
+    ],
+)  # fmt: skip
+def test_another_trainer_of_trl_does_not_become_ppo(command, other):
+    with pytest.raises(ValueError) as error:
+        migrate("trl", command)
+    assert f"line 1: {other!r} is not TRL's PPO" in str(error.value)
+    assert "algorithm.adv_estimator" in str(error.value)
 
 
 def test_trl_minimal(tmp_path):
@@ -311,6 +371,7 @@ def test_the_program_prints_the_recipe_and_names_unknown_flags(monkeypatch, caps
         ("verl", b"", "no setting of verl's"),
         ("trl", b"", "no flag of TRL's"),
         ("trl", b"echo hello --there", "no flag of TRL's"),
+        ("trl", b"trl grpo --learning_rate 1e-6", "is not TRL's PPO"),
         ("verl", b"python train.py --learning_rate 3", "no setting of verl's"),
         ("openrlhf", b"python ppo.py --wings 2", "no flag of OpenRLHF's"),
         ("trl", b"python ppo.py --lam '0.9", "a quote ' is not closed"),

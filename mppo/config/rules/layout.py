@@ -56,15 +56,13 @@ def layout_fits_world(context: RuleContext) -> Iterator[ConfigIssue]:
                 * m.context_parallel_size
             )
             expert = (
-                m.expert_tensor_parallel_size
-                * m.expert_model_parallel_size
-                * m.pipeline_model_parallel_size
+                m.expert_tensor_size * m.expert_model_parallel_size * m.pipeline_model_parallel_size
             )
             yield ConfigIssue(
                 role.key,
                 f"TP{m.tensor_model_parallel_size} PP{m.pipeline_model_parallel_size} "
                 f"CP{m.context_parallel_size} EP{m.expert_model_parallel_size} "
-                f"ETP{m.expert_tensor_parallel_size}",
+                f"ETP{m.expert_tensor_size}",
                 str(error),
                 f"start a multiple of {lcm(dense, expert)} ranks, or lower one of the sizes",
             )
@@ -109,7 +107,7 @@ def tensor_parallel_divides_widths(context: RuleContext) -> Iterator[ConfigIssue
         shape, m = context.shapes.get(role.name), role.megatron
         if shape is None:
             continue
-        tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size
+        tp, etp = m.tensor_model_parallel_size, m.expert_tensor_size
         dense = not all(shape.sparse_layers) if shape.sparse_layers else True
         if dense and shape.ffn % tp:
             why = f"does not divide the feed-forward width {shape.ffn}"
@@ -222,7 +220,7 @@ def expert_parallel_divides_experts(context: RuleContext) -> Iterator[ConfigIssu
     """EP divides the experts; EP and ETP above 1 need a mixture of experts."""
     for role in context.roles:
         shape, m = context.shapes.get(role.name), role.megatron
-        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size
+        ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or 1
         if shape is None:
             continue
         for name, size in (
@@ -324,7 +322,7 @@ def allgather_meets_equal_token_counts(context: RuleContext) -> Iterator[ConfigI
     """ETP x EP divides TP x CP: ranks of one TP x CP group have equal token counts."""
     for role in context.roles:
         m = role.megatron
-        experts = m.expert_tensor_parallel_size * m.expert_model_parallel_size
+        experts = m.expert_tensor_size * m.expert_model_parallel_size
         alike = m.tensor_model_parallel_size * m.context_parallel_size
         if m.moe_token_dispatcher_type == "allgather" and alike % experts:
             yield ConfigIssue(

@@ -80,5 +80,5 @@ def world_size_of(recipe: Recipe) -> int:
         m = role.megatron
         pp = m.pipeline_model_parallel_size
         needs.append(m.tensor_model_parallel_size * pp * m.context_parallel_size)
-        needs.append(m.expert_tensor_parallel_size * m.expert_model_parallel_size * pp)
+        needs.append(m.expert_tensor_size * m.expert_model_parallel_size * pp)
     return lcm(*needs)

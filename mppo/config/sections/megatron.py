@@ -43,8 +43,8 @@ class MegatronConfig(Section):
     attention."""
     expert_model_parallel_size: int = Field(default=1, gt=0)
     """EP: ranks over which a layer's experts are divided."""
-    expert_tensor_parallel_size: int = Field(default=1, gt=0)
-    """ETP: ranks that share each matrix of an expert."""
+    expert_tensor_parallel_size: int | None = Field(default=1, gt=0)
+    """ETP: ranks that share each matrix of an expert. null: TP, as in Megatron and verl."""
     sequence_parallel: bool = True
     """Divide the activations between tensor-parallel matrices over the TP ranks. No effect with
     TP = 1."""
@@ -96,6 +96,11 @@ class MegatronConfig(Section):
     override_transformer_config: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, such as ``recompute_modules``."""
 
+    @property
+    def expert_tensor_size(self) -> int:
+        """ETP as a number."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
     def key_exchange(self, has_mla: bool) -> Literal["all_gather", "p2p"]:
         """``cp_comm_type``, or without one the choice for a model with or without MLA."""
         return self.cp_comm_type or ("p2p" if has_mla else "all_gather")
@@ -113,5 +118,5 @@ class MegatronConfig(Section):
             vpp=self.virtual_pipeline_model_parallel_size or 1,
             cp=self.context_parallel_size,
             ep=self.expert_model_parallel_size,
-            etp=self.expert_tensor_parallel_size,
+            etp=self.expert_tensor_size,
         )

@@ -13,6 +13,7 @@ RENAMED: dict[str, str] = {
     "actor_rollout_ref.ref": "ref",
     "actor_rollout_ref.model": "model",
     "actor_rollout_ref.critic": "critic",
+    "actor_rollout.ref.rollout": "rollout",
     "critic.model.path": "critic.path",
     "critic.model.tokenizer_path": "model.tokenizer_path",
     "critic.model.trust_remote_code": "model.trust_remote_code",

@@ -150,8 +150,8 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("*.megatron.dtype", Converted("model.dtype")),
     VerlRow(
         "*.megatron.expert_tensor_parallel_size",
-        Refused("Megatron reads null as the tensor-parallel size", "give the number"),
-        (None, "None"),
+        Converted("*.megatron.expert_tensor_parallel_size", {"None": None}),
+        ("None",),
     ),
     VerlRow(
         "{actor,critic,ref}.{use_torch_compile,entropy_checkpointing}",
