@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mppo.weights.slots import LAYER_NAME
-from mppo.weights.table import Entry, Table
+from mppo.weights.table import LAYER_NAME, Entry, Table
 
 _LEGACY_EXPERTS = {
     "mlp.experts.weight1": "mlp.experts.local_experts.0.linear_fc1.weight",

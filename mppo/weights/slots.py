@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,7 @@ from torch import Tensor
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.safety.input_error import InputError
 from mppo.weights.blocks import Block
-from mppo.weights.table import Entry, Table
-
-LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+from mppo.weights.table import LAYER_NAME, Entry, Table
 
 
 @dataclass(frozen=True)

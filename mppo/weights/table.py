@@ -17,6 +17,8 @@ from mppo.weights.rows import Row, Shape, model_rows
 from mppo.weights.shape import ModelShape
 
 LAYER = "decoder.layers.{l}."
+LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+"""Number of a layer in its chunk, and the name of a parameter inside it."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """An agent for recipes/tiny_cpu_agent.yaml: a program that only knows the API of OpenAI.
 
-It asks for a sum, and tells the policy whether its answer is too low (<) or too high (>). The reward
-is 1 for the right answer in the first turn, 0.5 in the second and 0.25 in the third.
+It asks for a sum, and tells the policy whether its answer is too low (<) or too high (>). The
+reward is 1 for the right answer in the first turn, 0.5 in the second and 0.25 in the third.
 """
 
 import re

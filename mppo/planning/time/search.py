@@ -36,7 +36,7 @@ _TOKENS = (4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """What the search chooses: the layout of actor and critic, and the servers' width.
 
     Args:
@@ -110,7 +110,7 @@ class PlannedLayout:
         fit: its memory.
     """
 
-    choice: Choice
+    choice: LayoutChoice
     recipe: Recipe
     prediction: Prediction
     fit: Fit
@@ -163,11 +163,11 @@ class Search:
             return sorted(found, key=lambda one: one.prediction.seconds)
         return [least]
 
-    def _ranked(self) -> list[tuple[float, Choice]]:
+    def _ranked(self) -> list[tuple[float, LayoutChoice]]:
         """Seconds of the candidates that pass the recipe's rules, the fastest first; as if nothing
         were offloaded and the KV cache had room."""
         servers: dict[int, float] = {}
-        ranked: list[tuple[float, Choice]] = []
+        ranked: list[tuple[float, LayoutChoice]] = []
         load: StepLoad | None = None
         for choice in self._layouts():
             load = self._load(choice)
@@ -188,7 +188,7 @@ class Search:
             ]
         return sorted(ranked, key=lambda one: one[0])
 
-    def _generations(self, choice: Choice, load: StepLoad) -> dict[int, float]:
+    def _generations(self, choice: LayoutChoice, load: StepLoad) -> dict[int, float]:
         """Seconds of generation by the width of a server."""
         found: dict[int, float] = {}
         for tp in self._server_sizes():
@@ -205,7 +205,7 @@ class Search:
             return (rollout.tensor_model_parallel_size,)
         return tuple(size for size in _SIZES if self._world % size == 0)
 
-    def _layouts(self) -> Iterator[Choice]:
+    def _layouts(self) -> Iterator[LayoutChoice]:
         """All layouts with the recipe's servers."""
         data, server = self._recipe.data, self._recipe.rollout.tensor_model_parallel_size
         longest = data.max_prompt_length + data.max_response_length
@@ -218,9 +218,9 @@ class Search:
             # the least budget with a whole sequence, and the next one
             fitting = [tokens for tokens in _TOKENS if tokens * cp >= longest][:2]
             for tokens, recomputes in product(fitting, (False, True)):
-                yield Choice(tp, pp, cp, ep, tokens, recomputes, server)
+                yield LayoutChoice(tp, pp, cp, ep, tokens, recomputes, server)
 
-    def _load(self, choice: Choice) -> StepLoad | None:
+    def _load(self, choice: LayoutChoice) -> StepLoad | None:
         """What a step computes without offload; None if a rule refuses the choice, or
         what is trained at once is too large."""
         recipe = choice.applied(self._recipe, self._sparse)
@@ -235,7 +235,7 @@ class Search:
             return None
         return recipe_load(recipe, plans, None, self._configs, self._sequences)
 
-    def _planned(self, choice: Choice) -> PlannedLayout:
+    def _planned(self, choice: LayoutChoice) -> PlannedLayout:
         recipe = choice.applied(self._recipe, self._sparse)
         plans = plan_roles(recipe, self._world, self._configs)
         fit = plan_fit(recipe, plans, self._gpu)

@@ -17,7 +17,7 @@ AGENTS = [
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}]", "rollout.agent.tools",
      "no effect with rollout.agent.command"),
     ("whitened rewards of episodes", "rollout.agent.command=env algorithm.whiten_rewards=true",
-     "algorithm.whiten_rewards", "all carry its score"),
+     "algorithm.whiten_rewards", "would count several times"),
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
      "no such file no.py"),
     ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
