@@ -129,6 +129,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.trainer.loop import iterate, sync_weights
     from mppo.trainer.roles import Roles
     from mppo.trainer.run import Run
+    from mppo.trainer.start.user_parts import Callbacks
 
     recipe = load_recipe(None, mppo_settings(folder, dtype))
     generator = torch.Generator().manual_seed(1)
@@ -161,6 +162,7 @@ def mppo_worker(folder: str, dtype: str) -> None:
             reporter=None,
             folder=None,
             total_steps=1 << 30,
+            callbacks=Callbacks(),
         )
         sync_weights(run, version=0)
         say(ready=True)

@@ -49,11 +49,13 @@ from mppo.trainer.roles import Roles, trained_models
 from mppo.trainer.run import Run, exporting
 from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
 from mppo.trainer.sft import train_sft
-from mppo.trainer.start.user_parts import UserParts
+from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 from mppo.weights.model_folder import companion_folder
 
 
-def build_run(recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts) -> Run | None:
+def build_run(
+    recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts = NO_PARTS
+) -> Run | None:
     """Build prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
 
     Returns:

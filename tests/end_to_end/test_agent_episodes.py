@@ -51,7 +51,7 @@ def _same_probabilities(rows: list[dict], limit: float = 1e-4) -> None:
 @pytest.mark.distributed
 def test_the_policy_learns_from_a_program(tmp_path):
     rows = run_recipe(
-        RECIPE, tmp_path, AGENT, "trainer.total_training_steps=12", "trainer.test_freq=-1",
+        RECIPE, tmp_path, AGENT, "trainer.total_training_steps=16", "trainer.test_freq=-1",
         "data.train_batch_size=96",
     )  # fmt: skip
     scores = [row["critic/score/mean"] for row in rows]

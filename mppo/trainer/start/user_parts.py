@@ -108,6 +108,10 @@ class UserParts:
         return found
 
 
+NO_PARTS = UserParts()
+"""Of a run that a recipe describes alone."""
+
+
 def _function_name(function: Callable[..., Any]) -> str:
     """``module:name`` of a function, a class or a callable object."""
     named = function if hasattr(function, "__qualname__") else type(function)
