@@ -206,6 +206,7 @@ async def _wait(tasks: Sequence[asyncio.Task[None]], lost: asyncio.Event) -> Non
     left = set(tasks)
     while left and not lost.is_set():
         stop_request.raise_if_due()
+        tick()  # each episode has its own limit
         done, left = await asyncio.wait(left, timeout=_POLL_S)
         for task in done:
             task.result()  # raises what is no failure of an agent

@@ -22,8 +22,11 @@ from mppo.safety.foreign_text import json_line, quoted
 
 _TAIL_BYTES = 1 << 16
 _SHOWN = 300
-_HIDDEN = ("MPPO_ROLLOUT_API_KEY",)
-"""Variables of the rank that its agents do not get."""
+_HIDDEN = (
+    "MPPO_ROLLOUT_API_KEY", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""Variables of the rank that its agents do not get: a library of theirs would join the ranks."""
 
 
 @dataclass(frozen=True)

@@ -92,23 +92,21 @@ def build_run(
     _report_prompts(reporter, trainer.replay, training, validation)
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
-    folder = _starting_model(
-        with_budgets, folder, training, tokenizer, registry, reporter, run_folder
-    )
+    beside = (tokenizer, registry, reporter, run_folder)
+    folder = _starting_model(with_budgets, folder, training, *beside)
     text = _pretraining_mix(recipe, tokenizer) if recipe.actor.ptx_coef else None
     stop_request.sync()
     roles = Roles(recipe, folder, read_config, registry, total_steps, text)
     if roles.critic is not None:
         _report_new_head(reporter, roles.critic)
-    model, scale, placed = roles.reward_model, roles.reward_scale, roles.placement.scoring
-    scorer = with_reward_model(scorer, recipe, texts, model, scale, placed)
+    scoring = (roles.reward_model, roles.reward_scale, roles.placement.scoring)
+    scorer = with_reward_model(scorer, recipe, texts, *scoring)
     stop_request.sync()
     engine = _build_engine(recipe, agent, tokenizer, folder, read_config, run_folder)
     kl, reward_stats = kl_controller(recipe.algorithm.kl_ctrl), RewardStats()
     states = {"prompts": prompts, "kl": kl, "moments": reward_stats, "roles": roles}
-    state = (trainer, run_dir / CHECKPOINTS, roles.trained, states)
-    export = partial(exporting, engine, roles)
-    saver = Checkpointer(*state, redact(plain), stop, announce, export, reporter.flush)
+    state = (trainer, run_dir / CHECKPOINTS, roles.trained, states, redact(plain), stop)
+    saver = Checkpointer(*state, announce, partial(exporting, engine, roles), reporter.flush)
     return Run(
         recipe=recipe,
         tokenizer=tokenizer,

@@ -41,7 +41,7 @@ class OpenEndpoint:
     def http(self, token: str = "") -> httpx.AsyncClient:
         """A client that sends anything."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        return httpx.AsyncClient(base_url=self.endpoint.url, headers=headers, timeout=60)
+        return httpx.AsyncClient(base_url=self.endpoint.url, headers=headers, timeout=600)
 
 
 @asynccontextmanager

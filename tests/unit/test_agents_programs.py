@@ -26,6 +26,7 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
+from mppo.supervision import phase
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 MODEL = {
@@ -162,6 +163,19 @@ def test_a_slow_agent_delays_no_other(run, tmp_path):
     assert [each.result.reward for each in episodes] == [1.0] * 8
 
 
+def test_waiting_for_an_agent_is_progress(run):
+    """A tool may take longer than the limit after which ranks without progress count as hanging."""
+    before = phase.progress()
+    _, episodes = run("""
+        async def run(client, task):
+            await say(client, task["messages"])
+            await asyncio.sleep(3)
+            return 1.0
+    """)
+    turns_and_episodes = 2 * len(episodes)
+    assert phase.progress() - before > turns_and_episodes + 1
+
+
 def test_faults_of_an_agent_end_its_own_episode(run):
     _, episodes = run(
         """
@@ -222,6 +236,7 @@ COMMAND = """
     import json
     from openai import OpenAI
     task = json.loads(sys.stdin.readline())
+    assert "WORLD_SIZE" not in os.environ
     if task["ground_truth"] == "1":
         sys.exit("this task is too hard")
     if task["ground_truth"] == "2":
@@ -235,7 +250,8 @@ COMMAND = """
 """
 
 
-def test_a_command_runs_one_episode(run):
+def test_a_command_runs_one_episode(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
     _, episodes = run(COMMAND, command="{python} {path}", max_seconds=20)
     results = [each.result for each in episodes]
     assert [each.reward for each in results] == [0.5, 0.5] + [None] * 4 + [0.5, 0.5]

@@ -19,7 +19,7 @@ from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
 from mppo.weights.shape import model_shape
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 RECIPE = str(ROOT / "recipes" / "qwen3_30b_a3b_gsm8k_math.yaml")
 with_library = pytest.mark.skipif(
     find_spec("aiconfigurator_core") is None,
