@@ -49,13 +49,11 @@ def _same_probabilities(rows: list[dict], limit: float = 1e-4) -> None:
 
 
 @pytest.mark.distributed
-def test_the_policy_learns_from_a_program(tmp_path):
-    rows = run_recipe(
-        RECIPE, tmp_path, AGENT, "trainer.total_training_steps=16", "trainer.test_freq=-1",
-        "data.train_batch_size=96",
-    )  # fmt: skip
-    scores = [row["critic/score/mean"] for row in rows]
-    assert sum(scores[-4:]) > 1.1 * sum(scores[:4])
+def test_the_policy_trains_on_what_it_said_to_a_program(tmp_path):
+    rows = run_recipe(RECIPE, tmp_path, *SHORT, "trainer.test_freq=3")
+    assert len(rows) == 3
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert "val/turns/mean" in rows[-1]
     _same_probabilities(rows)
 
 
