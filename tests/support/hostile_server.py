@@ -51,8 +51,12 @@ def request_of(connection: socket.socket) -> bytes:
 
 
 def says(body: bytes, status: bytes = b"200 OK", headers: bytes = b"") -> Answer:
-    """A complete answer."""
-    head = b"HTTP/1.1 %s\r\nContent-Length: %d\r\n%s\r\n" % (status, len(body), headers)
+    """A complete answer, after which the connection closes."""
+    head = b"HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: %d\r\n%s\r\n" % (
+        status,
+        len(body),
+        headers,
+    )
     return raw(head + body)
 
 
