@@ -120,14 +120,15 @@ TWO_RANKS = """
 class Watch:
     def on_step(self, step, metrics):
         import torch.distributed as dist
-        print(f"rank {dist.get_rank()} step {step}", flush=True)
+        # one write: torchrun starts Python unbuffered, and the ranks share the output
+        sys.stdout.write(f"rank {dist.get_rank()} step {step}\\n")
         if len(sys.argv) > 2 and dist.get_rank() == 1:
             raise ValueError("only here")
 
 layout = ("actor.megatron.tensor_model_parallel_size=2",)
 result = mppo.train(recipe("two", *layout), reward=lambda data_source, solution_str, ground_truth,
                     extra_info: 1.0, callbacks=[Watch()])
-print("result", result.steps, result.metrics["critic/score/mean"], flush=True)
+sys.stdout.write(f"result {result.steps} {result.metrics['critic/score/mean']}\\n")
 """
 
 
