@@ -68,6 +68,6 @@ def with_agent(
     from mppo.agents.episode_engine import EpisodeEngine  # needs a web server
 
     tokens = recipe.data.max_prompt_length + recipe.data.max_response_length
-    return EpisodeEngine(
-        engine, agent, tokenizer, config, tokens, rank=dist.get_rank(), world=world
-    )
+    goes_on = recipe.rollout.max_staleness > 0
+    place = {"rank": dist.get_rank(), "world": world}
+    return EpisodeEngine(engine, agent, tokenizer, config, tokens, goes_on=goes_on, **place)

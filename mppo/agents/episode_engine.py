@@ -1,14 +1,16 @@
 """Episodes of agents that talk to the policy over an endpoint, each at its own pace.
 
 Every rank starts the agents of its own episodes, and answers their requests with its part of the
-rollout engine, all at the same time. A slow agent delays no other one.
+rollout engine, all at the same time, in a thread of its own. A slow agent delays no other one.
+While the weights change, and while a colocated engine sleeps, requests wait: an agent notices
+nothing but time. What a batch does not take goes on (``rollout.max_staleness``) or ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,17 +20,18 @@ from mppo.agents.endpoint.server import Endpoint
 from mppo.agents.endpoint.session import Limits
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
+from mppo.agents.event_loop import EventLoop
 from mppo.agents.program import EpisodeAccess, Program, failed, opening_of, task_of
-from mppo.agents.turn_queue import TurnQueue
-from mppo.batch.episode import Episode, EpisodeResult, EpisodeTokens
+from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisodes
+from mppo.agents.turn_queue import Drawing, TurnQueue
+from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.agent import AgentConfig
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rewards.response import describe
+from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest, RolloutEngine
-from mppo.rollout.local.engine import LocalGeneration
-from mppo.rollout.response_gather import gather_episodes
+from mppo.rollout.response_gather import complete_prompts, gather_episodes
 from mppo.rollout.turns import TurnEngine
 from mppo.supervision import stop_request
 from mppo.supervision.phase import tick
@@ -36,7 +39,7 @@ from mppo.supervision.stop_request import StepInterrupted
 from mppo.weights.bucket import WeightBucket
 
 _ATTEMPTS = 3
-_POLL_S = 0.2
+_POLL_S = 0.05
 
 
 class EpisodeEngine:
@@ -48,6 +51,7 @@ class EpisodeEngine:
         tokenizer: the policy's.
         config: the recipe's section.
         tokens: most tokens of a sequence, everything before it included.
+        goes_on: whether episodes that a batch does not take go on.
         rank, world: this rank and the number of ranks.
     """
 
@@ -59,114 +63,113 @@ class EpisodeEngine:
         config: AgentConfig,
         tokens: int,
         *,
+        goes_on: bool = False,
         rank: int = 0,
         world: int = 1,
     ) -> None:
         self._engine, self._program, self._config = engine, program, config
-        self._rank, self._world = rank, world
+        self._goes_on, self.rank, self.world = goes_on, rank, world
         self._queue = TurnQueue()
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
         parse = tool_parser(config.tool_format)
         self._sessions = Sessions(tokenizer, self._queue, limits, parse_tools=parse)
         self._endpoint = Endpoint(self._sessions)
-        # one loop for all requests: the agents' processes live on between them
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop()
+        self._version, self._names = 0, 0
+        self._kept, self._passing = self._nothing_running(), self._nothing_running()
+        self._homes: dict[EpisodeKey, int] = {}
+
+    def _nothing_running(self) -> RunningEpisodes:
+        return RunningEpisodes(self._run, self._config.max_concurrent)
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``.
+        """See ``RolloutEngine.generate``; episodes that go on do so during it.
 
         Raises:
             RuntimeError: on every rank, if an episode could not be run in several attempts.
             StepInterrupted: on every rank.
         """
-        assert request.num_prompts_needed is None, "episodes are not aborted"
-        found: dict[int, Episode] = {}
-        for _ in range(_ATTEMPTS):
-            turns, error = self._engine.turns(), None
-            homes = turns.homes(request.prompts, request.sampling.n)
-            places = [place for place, rank in sorted(homes.items()) if rank == self._rank]
-            left = [place for place in places if place not in found]
-            try:
-                found |= self._loop.run_until_complete(self._run_all(turns, request, left))
-            except StepInterrupted:
-                pass  # raised again below, on all ranks at the same point
-            except Exception as failure:
-                why = f"{type(failure).__name__}: {failure}"
-                error = f"rank {self._rank}: the agent's endpoint: {why}"
-            wait_for_ranks(self._world)  # agents may take longer than any time limit
-            stop_request.sync()
-            raise_on_any_rank(error, self._world)
-            missing = sum(place not in found for place in places)
-            if not any(all_gather_objects(missing, self._world)):
-                break
-        else:
-            why = f"the servers were lost in {_ATTEMPTS} attempts to run an agent's episodes"
-            raise RuntimeError(why)
-        everything = gather_episodes(found, request, self._world)
-        return [everything[place] for place in sorted(everything)]
+        was_open = self._queue.is_open
+        found = EpisodeGeneration(self, request, self._passing, {}).collect()
+        if was_open:
+            self.open()
+        return found
 
-    async def _run_all(
-        self, turns: TurnEngine, request: GenerationRequest, places: Sequence[int]
-    ) -> dict[int, Episode]:
-        """Run this rank's episodes; those that a lost server has spoiled are left out.
+    def submit(self, request: GenerationRequest) -> EpisodeGeneration:
+        """See ``RolloutEngine.submit``."""
+        if not self._goes_on:
+            self._homes = {}
+        return EpisodeGeneration(self, request, self._kept, self._homes, self._goes_on)
 
-        Raises:
-            StepInterrupted: a stop of the run is due.
-        """
-        found, queue = dict[int, Episode](), self._queue
-        free = asyncio.Semaphore(self._config.max_concurrent)
+    def open(self) -> TurnEngine:
+        """Answer the agents' requests from now on; collective."""
+        turns = self._engine.turns()
+        self.run(self._open(turns))
+        return turns
 
-        async def run(place: int) -> None:
-            prompt, sample = request.sample_at(place)
-            async with free:
-                episode = await self._run(prompt, sample, request.sampling)
-            if not queue.lost.is_set():
-                found[place] = episode
-                if request.on_response is not None:
-                    request.on_response([place], [episode])
-
+    async def _open(self, turns: TurnEngine) -> None:
         if not self._endpoint.url:
             await self._endpoint.start()
         await self._program.start()
-        queue.begin(turns, request.sampling, request.seed)
-        tasks = [asyncio.create_task(run(place)) for place in places]
-        try:
-            await _wait(tasks, queue.lost)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await queue.end()
-        return found
+        self._queue.open(turns)
 
-    async def _run(self, prompt: Prompt, sample: int, sampling: SamplingConfig) -> Episode:
-        """Run an episode to its end."""
-        ids, sessions = prompt.token_ids.tolist(), self._sessions
+    def pause(self) -> None:
+        """Let the agents' requests wait; returns once no rank generates. Collective."""
+        if self._loop.is_running:
+            self.run(self._queue.pause())
+        wait_for_ranks(self.world)  # a batch of turns may take longer than any time limit
+
+    def run(self, work: Coroutine[None, None, None], may_interrupt: bool = False) -> None:
+        """Run a coroutine in the loop of the episodes; see ``EventLoop.run``."""
+        self._loop.run(work, may_interrupt=may_interrupt)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._version
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no server is left on this rank."""
+        return self._queue.is_lost
+
+    def new_name(self) -> str:
+        """A name not returned before, the same on every rank if all ranks call it."""
+        self._names += 1
+        return f"episodes/{self._names}"
+
+    async def _run(self, start: EpisodeStart) -> Episode | None:
+        """Run an episode to its end; None if a lost server has spoiled it."""
+        prompt, sessions, queue = start.prompt, self._sessions, self._queue
+        ids, sampling = prompt.token_ids.tolist(), start.drawing.sampling
         session = sessions.open(opening_of(prompt), token_ids=ids, sampling=sampling)
-        self._queue.name(session.id, prompt.uid, sample)
-        access, limit_s = (
-            EpisodeAccess(session.base_url, session.anthropic_url, session.key),
-            self._config.max_seconds,
-        )
+        queue.name(session.id, prompt.uid, start.sample, start.drawing)
+        access = EpisodeAccess(session.base_url, session.anthropic_url, session.key)
         result = failed("it was cancelled")
         try:
-            work = self._program.run(access, task_of(prompt))
-            result = await asyncio.wait_for(work, limit_s)
-        except asyncio.TimeoutError:
-            result = failed(f"it took longer than rollout.agent.max_seconds, {limit_s:g} s")
+            result = await self._within_limit(self._program.run(access, task_of(prompt)))
         finally:
             where = f"the agent of {describe(prompt)}: "
             error = None if result.error is None else where + result.error
             record = await sessions.close(session.id, error)
+            queue.forget(session.id)
         tick()
-        return _episode(prompt, record, result)
+        return None if queue.is_lost else _episode(prompt, record, result)
 
-    def submit(self, request: GenerationRequest) -> LocalGeneration:
-        """See ``RolloutEngine.submit``; runs the episodes before it returns."""
-        start = time.perf_counter()
-        found = self.generate(request)
-        seconds = time.perf_counter() - start
-        return LocalGeneration(request, found, seconds, self._world)
+    async def _within_limit(self, work: Coroutine[None, None, EpisodeResult]) -> EpisodeResult:
+        """The result of an episode, which may take ``max_seconds`` while its turns are answered."""
+        limit_s, queue = self._config.max_seconds, self._queue
+        task, until_s = asyncio.ensure_future(work), queue.open_seconds + limit_s
+        try:
+            while not task.done():
+                left_s = until_s - queue.open_seconds
+                if left_s <= 0:
+                    return failed(f"it took longer than rollout.agent.max_seconds, {limit_s:g} s")
+                await asyncio.wait([task], timeout=max(left_s, _POLL_S))
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def turns(self) -> TurnEngine:
         """See ``RolloutEngine.turns``."""
@@ -174,7 +177,9 @@ class EpisodeEngine:
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """See ``RolloutEngine.update_weights``."""
+        self.pause()
         self._engine.update_weights(buckets, version)
+        self._version = version
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See ``RolloutEngine.logprobs``."""
@@ -186,30 +191,140 @@ class EpisodeEngine:
 
     def sleep(self) -> None:
         """See ``RolloutEngine.sleep``."""
+        self.pause()
         self._engine.sleep()
 
     def stop(self) -> None:
         """Stop the engine, and every process of the agent."""
-        if not self._loop.is_closed():
-            self._loop.run_until_complete(self._program.stop())
-            self._loop.run_until_complete(self._endpoint.stop())
-            self._loop.close()
+        if self._loop.is_running:
+            self.run(self._stop())
+            self._loop.stop()
         self._engine.stop()
 
+    async def _stop(self) -> None:
+        for running in (self._kept, self._passing):
+            await running.run_only({})
+        await self._program.stop()
+        await self._endpoint.stop()
 
-async def _wait(tasks: Sequence[asyncio.Task[None]], lost: asyncio.Event) -> None:
-    """Wait until all tasks are done, or a server is lost.
 
-    Raises:
-        StepInterrupted: a stop of the run is due.
+class EpisodeGeneration:
+    """See ``rollout.engine.Generation``. The constructor starts the episodes; collective.
+
+    Episodes that a checkpoint would have to keep run in processes of others: it keeps none, and a
+    resumed run starts them again.
+
+    Args:
+        engine: runs them.
+        request: the episodes.
+        running: those that run already, and will.
+        homes: the rank of each, on every rank.
+        goes_on: whether those that the result does not hold go on.
     """
-    left = set(tasks)
-    while left and not lost.is_set():
-        stop_request.raise_if_due()
-        tick()  # each episode has its own limit
-        done, left = await asyncio.wait(left, timeout=_POLL_S)
-        for task in done:
-            task.result()  # raises what is no failure of an agent
+
+    def __init__(
+        self,
+        engine: EpisodeEngine,
+        request: GenerationRequest,
+        running: RunningEpisodes,
+        homes: dict[EpisodeKey, int],
+        goes_on: bool = False,
+    ) -> None:
+        self._engine, self._request, self._running = engine, request, running
+        self._homes, self._goes_on = homes, goes_on
+        self._started_at = time.perf_counter()
+        self.seconds = 0.0
+        self.left_over: EpisodesBySample = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start the episodes that do not run; collective."""
+        request, engine, homes = self._request, self._engine, self._homes
+        n, turns = request.sampling.n, engine.open()
+        self._answered = AnsweredPrompts(request, engine.new_name())
+        new = [prompt for prompt in request.prompts if (prompt.uid, 0) not in homes]
+        dealt = turns.homes(new, n)
+        for place, rank in dealt.items():
+            homes[new[place // n].uid, place % n] = rank
+        keys = [self._key(place) for place in range(len(request.prompts) * n)]
+        for key in homes.keys() - set(keys):
+            del homes[key]
+        self._places = {key: place for place, key in enumerate(keys) if homes[key] == engine.rank}
+        drawing = Drawing(request.sampling, request.seed)
+        starts = {
+            key: EpisodeStart(*request.sample_at(place), drawing, engine.version)
+            for key, place in self._places.items()
+        }
+        engine.run(self._start(starts))
+
+    def _key(self, place: int) -> EpisodeKey:
+        prompt, sample = self._request.sample_at(place)
+        return prompt.uid, sample
+
+    async def _start(self, starts: Mapping[EpisodeKey, EpisodeStart]) -> None:
+        self._running.on_done = self._ended
+        await self._running.run_only(starts, self._request.oldest_version)
+        self._answered.add([self._places[key] for key in starts if key in self._running.done])
+
+    def _ended(self, key: EpisodeKey, episode: Episode) -> None:
+        self._answered.add([self._places[key]])
+        if self._request.on_response is not None:
+            self._request.on_response([self._places[key]], [episode])
+
+    def wait(self) -> None:
+        """See ``rollout.engine.Generation.wait``."""
+        self._engine.pause()
+        self.seconds = time.perf_counter() - self._started_at
+
+    def collect(self) -> list[Episode]:
+        """See ``rollout.engine.Generation.collect``."""
+        engine, request, running = self._engine, self._request, self._running
+        for _ in range(_ATTEMPTS):
+            error = None
+            try:
+                engine.run(self._until_enough(), may_interrupt=True)
+            except StepInterrupted:
+                pass  # raised again below, on all ranks at the same point
+            except Exception as failure:
+                why = f"{type(failure).__name__}: {failure}"
+                error = f"rank {engine.rank}: the agent's endpoint: {why}"
+            engine.pause()
+            stop_request.sync()
+            raise_on_any_rank(error, engine.world)
+            self._answered.close()
+            if not any(all_gather_objects(running.lacks(self._places), engine.world)):
+                break
+            self._begin()  # lost servers start again, and the episodes that they have spoiled
+        else:
+            why = f"the servers were lost in {_ATTEMPTS} attempts to run an agent's episodes"
+            raise RuntimeError(why)
+        self.seconds = time.perf_counter() - self._started_at
+        found = {place: running.done[k] for k, place in self._places.items() if k in running.done}
+        everything, n = gather_episodes(found, request, engine.world), request.sampling.n
+        taken = complete_prompts(everything, request)[: request.num_prompts_needed]
+        places = [prompt * n + sample for prompt in taken for sample in range(n)]
+        gone = [self._key(place) for place in places] if self._goes_on else list(self._homes)
+        engine.run(running.end([key for key in gone if key in self._places]))
+        for key in gone:
+            del self._homes[key]
+        return [everything[place] for place in places]
+
+    async def _until_enough(self) -> None:
+        """Wait until the result is there, or a server is lost.
+
+        Raises:
+            Exception: that is no failure of an agent.
+        """
+        running, needed = self._running, self._request.num_prompts_needed
+        while not (running.have_ended(self._places) and needed is None):
+            if running.failure is not None:
+                raise running.failure
+            if self._engine.is_lost or running.lacks(self._places):
+                self._answered.give_up()
+                return
+            if self._answered.are_enough:
+                return
+            await asyncio.sleep(_POLL_S)
 
 
 def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Episode:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -15,70 +17,97 @@ from mppo.supervision.phase import tick
 
 _GATHER_S = 0.004
 """Seconds for which the first text of a batch waits for others."""
+_ABORT_S = 0.05
+"""Seconds between two aborts: a request may reach a server just after it has aborted all others."""
 _TURNS = 1 << 20
 """Most samples of a prompt: the random streams of a session's turns are this far apart."""
-_Waiting = tuple[TurnRequest, "asyncio.Future[Turn]"]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the turns of an episode are drawn.
+
+    Args:
+        sampling: of all its turns.
+        seed: of the local engine's random streams.
+    """
+
+    sampling: SamplingConfig
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    request: TurnRequest
+    drawing: Drawing
+    future: asyncio.Future[Turn]
 
 
 class TurnQueue:
-    """A ``Generator`` for the sessions of this rank; it generates between ``begin`` and ``end``.
+    """A ``Generator`` for the sessions of this rank. It generates while it is open; between
+    ``pause`` and ``open`` sessions wait. All calls come from one event loop.
 
     Attributes:
-        lost: set once no server is left.
+        is_lost: whether no server is left.
     """
 
     def __init__(self) -> None:
         self._engine: TurnEngine | None = None
-        self._sampling, self._seed = SamplingConfig(), 0
         self._waiting: deque[_Waiting] = deque()
         self._threads: ThreadPoolExecutor | None = None
+        self._calls = 0
         self._running = 0
         self._starts = False
-        self._streams: dict[str, tuple[int, int]] = {}
-        self.lost = asyncio.Event()
+        self._streams: dict[str, tuple[int, int, Drawing]] = {}
+        self._opened_at, self._open_s = 0.0, 0.0
+        self.is_lost = False
 
-    def begin(self, engine: TurnEngine, sampling: SamplingConfig, seed: int) -> None:
-        """Generate with this part of the engine from now on.
+    @property
+    def is_open(self) -> bool:
+        """Whether it generates."""
+        return self._engine is not None
 
-        Args:
-            engine: of the rank.
-            sampling: of all turns.
-            seed: of the local engine's random streams.
-        """
-        self._engine, self._sampling, self._seed = engine, sampling, seed
-        self._threads = ThreadPoolExecutor(engine.calls, thread_name_prefix="turns")
-        self.lost.clear()
+    @property
+    def open_seconds(self) -> float:
+        """For how long it has been open: only this time counts for an agent."""
+        return self._open_s + (time.monotonic() - self._opened_at if self.is_open else 0.0)
 
-    def name(self, session: str, uid: int, sample: int) -> None:
+    def open(self, engine: TurnEngine) -> None:
+        """Generate with this part of the engine, of the rank, from now on."""
+        if self.is_open:
+            self._open_s = self.open_seconds
+        if self._threads is None or self._calls < engine.calls:
+            self._calls = engine.calls
+            self._threads = ThreadPoolExecutor(engine.calls, thread_name_prefix="turns")
+        self._engine, self._opened_at, self.is_lost = engine, time.monotonic(), False
+        self._start_soon()
+
+    async def pause(self) -> None:
+        """Interrupt the turns that are being generated; their sessions ask for the rest."""
+        engine, self._open_s = self._engine, self.open_seconds
+        self._engine = None
+        while engine is not None and self._running:
+            await asyncio.to_thread(engine.abort)
+            await asyncio.sleep(_ABORT_S)
+
+    def name(self, session: str, uid: int, sample: int, drawing: Drawing) -> None:
         """Say which episode a session is."""
-        self._streams[session] = uid, sample
+        self._streams[session] = uid, sample, drawing
+
+    def forget(self, session: str) -> None:
+        """Forget a session that has ended."""
+        self._streams.pop(session, None)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
         """See ``Generator``."""
-        assert self._engine is not None, "sessions are open between begin and end only"
-        uid, stream = self._streams[session]
-        self._streams[session] = uid, stream + _TURNS  # each turn has numbers of its own
+        uid, stream, drawing = self._streams[session]
+        self._streams[session] = uid, stream + _TURNS, drawing  # each turn has its own numbers
         ids = torch.tensor(token_ids, dtype=torch.int32)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self._waiting.append((TurnRequest(ids, max_tokens, (uid, stream), session), future))
+        request = TurnRequest(ids, max_tokens, (uid, stream), session)
+        self._waiting.append(_Waiting(request, drawing, future))
         self._start_soon()
         return await future
-
-    async def end(self) -> None:
-        """Abort what is still being generated, and wait for its end."""
-        engine, threads = self._engine, self._threads
-        assert engine is not None, "it has begun"
-        assert threads is not None, "it has begun"
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting.clear()
-        if self._running:
-            await asyncio.to_thread(engine.abort)
-        while self._running:
-            await asyncio.sleep(_GATHER_S)
-        threads.shutdown()
-        self._engine = self._threads = None
-        self._streams.clear()
 
     def _start_soon(self) -> None:
         if not self._starts and self._engine is not None:
@@ -90,32 +119,39 @@ class TurnQueue:
         """Give texts that wait to free threads."""
         self._starts, engine = False, self._engine
         while engine is not None and self._waiting and self._running < engine.calls:
-            batch: list[_Waiting] = []
-            while self._waiting and len(batch) < engine.at_once:
-                waiting = self._waiting.popleft()
-                if not waiting[1].done():  # its client may have gone
-                    batch.append(waiting)
-            if batch:
+            if batch := self._next_batch(engine.at_once):
                 self._running += 1
                 task = asyncio.ensure_future(self._generate(engine, batch))
                 task.add_done_callback(lambda _: self._start_soon())
 
+    def _next_batch(self, most: int) -> list[_Waiting]:
+        """The first texts that wait and are drawn alike."""
+        batch: list[_Waiting] = []
+        others: list[_Waiting] = []
+        while self._waiting and len(batch) < most:
+            waiting = self._waiting.popleft()
+            if waiting.future.done():  # its client has gone
+                continue
+            alike = not batch or waiting.drawing == batch[0].drawing
+            (batch if alike else others).append(waiting)
+        self._waiting.extendleft(reversed(others))
+        return batch
+
     async def _generate(self, engine: TurnEngine, batch: Sequence[_Waiting]) -> None:
-        requests = [request for request, _ in batch]
+        requests, drawing = [each.request for each in batch], batch[0].drawing
         loop = asyncio.get_running_loop()
-        call = engine.generate, requests, self._sampling, self._seed
+        call = engine.generate, requests, drawing.sampling, drawing.seed
         try:
             turns = await loop.run_in_executor(self._threads, *call)
         except Exception as error:  # each session says what happened to its request
-            if isinstance(error, EngineLost):
-                self.lost.set()
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
+            self.is_lost = self.is_lost or isinstance(error, EngineLost)
+            for each in batch:
+                if not each.future.done():
+                    each.future.set_exception(error)
             return
         finally:
             self._running -= 1
         tick()
-        for (_, future), turn in zip(batch, turns, strict=True):
-            if not future.done():
-                future.set_result(turn)
+        for each, turn in zip(batch, turns, strict=True):
+            if not each.future.done():
+                each.future.set_result(turn)

@@ -35,7 +35,7 @@ SHARE_OF_STEP = {"gen": 0.9, "update": 0.8, "log_probs": 0.6}
 OTHER_SHARE = 0.5
 
 _PHASE_ADVICE = {
-    "gen": "more engine ranks or servers, rollout.mode: disaggregated with trainer.rollout_ahead, "
+    "gen": "more engine ranks or servers, rollout.mode: disaggregated with rollout.max_staleness, "
     "or a lower data.max_response_length",
     "reward": "a reward server (reward.name: remote), or a faster verifier",
     "save_checkpoint": "trainer.async_save: true, or a higher trainer.save_freq",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from mppo.batch.episode import Episode
 from mppo.batch.score import ResponseScore
 from mppo.rewards.division import exchange_scores
 from mppo.rewards.scorer import Scorer
+
+_FORGOTTEN = -1
 
 
 class EarlyScores:
@@ -22,7 +24,8 @@ class EarlyScores:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._parts: list[tuple[tuple[int, ...], Future[list[ResponseScore]]]] = []
+        self._parts: list[tuple[list[int], Future[list[ResponseScore]]]] = []
+        self._known: dict[int, ResponseScore] = {}
         # one thread: a reward function need not be thread-safe
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
@@ -34,31 +37,44 @@ class EarlyScores:
             episodes: the responses.
         """
         scores = self._pool.submit(self._scorer.raw_scores, episodes)
-        self._parts.append((tuple(keys), scores))
+        self._parts.append((list(keys), scores))
+
+    def forget(self, keys: Collection[int]) -> None:
+        """Drop the scores of responses that are generated again; if possible they are not made."""
+        gone = {*keys, _FORGOTTEN}
+        for part in list(self._parts):
+            names, scores = part
+            names[:] = [_FORGOTTEN if key in gone else key for key in names]
+            if gone.issuperset(names):
+                scores.cancel()
+                self._parts.remove(part)
+        self._known = {key: each for key, each in self._known.items() if key not in gone}
 
     def drop(self) -> None:
-        """Cancel the parts that have not started yet."""
+        """End the thread, after the part that it scores."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def finish(self, keys: Sequence[int], episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
 
         Args:
-            keys: one per response; scores under other keys are dropped.
+            keys: one per response.
             episodes: the responses.
 
         Raises:
             ScoringError: scoring failed on some rank.
         """
-        mine: dict[int, ResponseScore] = {}
+        by_key = dict(zip(keys, episodes, strict=True))
         failure: Exception | None = None
         try:
-            for taken, scores in self._parts:
-                mine.update(zip(taken, scores.result(), strict=True))
+            for part in list(self._parts):
+                names, scores = part
+                if not by_key.keys().isdisjoint(names):
+                    self._parts.remove(part)
+                    self._known.update(zip(names, scores.result(), strict=True))
         except Exception as error:  # raised after the exchange, in which the other ranks wait
             failure = error
-        self.drop()
-        by_key = dict(zip(keys, episodes, strict=True))
+        mine = {key: self._known.pop(key) for key in keys if key in self._known}
         known = exchange_scores(mine, by_key, failure)
         late = [index for index, key in enumerate(keys) if key not in known]
         scores = self._scorer.raw_scores_divided([episodes[index] for index in late])

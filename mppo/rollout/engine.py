@@ -35,7 +35,10 @@ class GenerationRequest:
         on_response: called early with some or all responses, at most once for each; must not block.
         num_prompts_needed: once this many prompts have all their samples, the remaining requests
             are aborted. None: all prompts.
+        among: only this many prompts, the first ones, may be in the result; the others are
+            generated for a later request. None: all.
         resumable: complete or partial responses of an earlier request.
+        oldest_version: responses with tokens of older weights are not resumed.
     """
 
     prompts: Sequence[Prompt]
@@ -44,7 +47,14 @@ class GenerationRequest:
     seed: int
     on_response: OnResponse | None = None
     num_prompts_needed: int | None = None
+    among: int | None = None
     resumable: EpisodesBySample = field(default_factory=dict)
+    oldest_version: int = 0
+
+    @property
+    def choice(self) -> int:
+        """Number of prompts that may be in the result; they come first."""
+        return len(self.prompts) if self.among is None else self.among
 
     def sample_at(self, place: int) -> tuple[Prompt, int]:
         """The prompt and the sample number at an index of the result."""
@@ -62,6 +72,8 @@ class GenerationRequest:
             prompt, sample = self.sample_at(place)
             episode = self.resumable.get((prompt.uid, sample))
             if episode is None or not torch.equal(episode.prompt.token_ids, prompt.token_ids):
+                continue
+            if episode.first_version < self.oldest_version:
                 continue
             if episode.length + episode.is_unfinished <= self.max_tokens:
                 found[place] = replace(episode, prompt=prompt)

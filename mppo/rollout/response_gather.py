@@ -114,6 +114,13 @@ def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
     )
 
 
+def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest) -> list[int]:
+    """Prompts that may be in the result and whose samples are all finished, in order."""
+    n = request.sampling.n
+    done = {key for key, each in episodes.items() if not each.is_unfinished}
+    return [p for p in range(request.choice) if done.issuperset(range(p * n, p * n + n))]
+
+
 def left_over(
     request: GenerationRequest, episodes: Mapping[int, Episode], taken: Collection[int] = ()
 ) -> EpisodesBySample:

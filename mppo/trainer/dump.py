@@ -35,8 +35,8 @@ from mppo.safety.disk import set_aside
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.failures import storage_message
+from mppo.trainer.generation.stage import Rollout, pack_scored
 from mppo.trainer.metrics import conversation_metrics, reward_metrics
-from mppo.trainer.rollout_stage import Rollout, pack_scored
 from mppo.trainer.run import Run
 from mppo.weights.shape import model_shape
 

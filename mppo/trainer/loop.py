@@ -29,6 +29,13 @@ from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.advantages import current_kl, estimate, normalize_scores
 from mppo.trainer.dump import dump_step, replay_rollout
 from mppo.trainer.forward_phase import ForwardPhase
+from mppo.trainer.generation.stage import (
+    DynamicSampling,
+    Rollout,
+    roll_out,
+    show_errors,
+)
+from mppo.trainer.generation.supply import go_on, pause, resume
 from mppo.trainer.metrics import (
     balance_metrics,
     batch_metrics,
@@ -37,14 +44,6 @@ from mppo.trainer.metrics import (
     rank_metrics,
 )
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
-from mppo.trainer.rollout_stage import (
-    DynamicSampling,
-    Rollout,
-    prefetch_next,
-    roll_out,
-    show_errors,
-    wait_for_prefetch,
-)
 from mppo.trainer.run import Run
 from mppo.trainer.run_folder import PROFILE
 from mppo.trainer.selection import resample_experience
@@ -156,12 +155,13 @@ def iterate(run: Run, step: int) -> dict[str, float]:
         update = UpdatePhase(run.roles, experience, step, actor_frozen)
         update.run()
         update_metrics = update.metrics()
-    prefetch_metrics = wait_for_prefetch(run, step)
+    ahead_metrics = pause(run, step)
     with run.stage("update_weights", step):
         sync_weights(run, version=step)
+    resume(run, step)
     show_samples(run, step, rollout.episodes)
     kl = current_kl(outputs, algorithm)
-    metrics = sampling_metrics | prefetch_metrics | update_metrics
+    metrics = sampling_metrics | ahead_metrics | update_metrics
     metrics |= batch_metrics(rollout.batch, outputs, experience, step, recipe)
     metrics |= kl_metrics(kl, run.kl.coef, recipe.actor) | run.engine.sync_metrics()
     run.kl.update(kl, batch.num_sequences)
@@ -178,7 +178,7 @@ def collect_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
         sampling.add(roll_out(run, step, last=sampling.is_last))
     if sampling.ended_early:
         with run.stage("gen", step):
-            prefetch_next(run, step)
+            go_on(run, step)
     return sampling.result()
 
 

@@ -30,17 +30,15 @@ from mppo.trainer.start.user_parts import Callbacks
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """A batch of prompts whose responses are being generated and scored.
+    """Prompts whose responses are being generated and scored.
 
     Args:
         prompts: the run's next prompts, not consumed yet.
         generation: the responses being generated.
-        early: scoring of the responses that have arrived.
     """
 
     prompts: list[Prompt]
     generation: Generation
-    early: EarlyScores
 
 
 @contextmanager
@@ -62,8 +60,11 @@ class Run:
 
     Args:
         seconds: duration of each stage of the current step.
-        ahead: the next iteration's pending rollout (``trainer.rollout_ahead``); None: none.
+        ahead: the next iteration's pending rollout (``rollout.max_staleness``); None: none.
         last: number and metrics of the last step that is done; of a resumed run no metrics.
+
+    Attributes:
+        early: scores of the responses that have arrived.
     """
 
     recipe: Recipe
@@ -84,6 +85,9 @@ class Run:
     ahead: PendingRollout | None = None
     last: tuple[int, dict[str, float]] = (0, {})
 
+    def __post_init__(self) -> None:
+        self.early = EarlyScores(self.scorer)
+
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
         """Time a stage, and name it as the phase for error messages.
@@ -99,6 +103,5 @@ class Run:
     def stop(self) -> None:
         """Stop engine, scoring and reporter; callable at any point of the run."""
         self.engine.stop()
-        if self.ahead is not None:
-            self.ahead.early.drop()
+        self.early.drop()
         self.reporter.close()

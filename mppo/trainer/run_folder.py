@@ -71,7 +71,7 @@ so they go last."""
 _TRAINING = frozenset(
     {
         "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
-        "warm_start_lr", "critic_warmup", "rollout_ahead", "replay", "seed", "plugins",
+        "warm_start_lr", "critic_warmup", "replay", "seed", "plugins",
     }
 )  # fmt: skip
 """Keys of ``trainer`` that change the training itself; the others set where and how often a run

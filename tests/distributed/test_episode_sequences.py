@@ -119,8 +119,8 @@ def _write_down(rank: int, world: int, out: str) -> None:
     from mppo.trainer.advantages import estimate
     from mppo.trainer.dump import dump_step, read_episodes
     from mppo.trainer.forward_phase import ForwardPhase
+    from mppo.trainer.generation.stage import Rollout, pack_scored
     from mppo.trainer.loop import train
-    from mppo.trainer.rollout_stage import Rollout, pack_scored
 
     with listening() as stop:
         run = _build([*DUMPED, f"trainer.default_local_dir={out}/first"], rank, world, stop)

@@ -84,7 +84,7 @@ ON_POLICY = [
     "trainer.seed=4",
 ]  # fmt: skip
 """One mini-batch, once: no weight changes before the only pass over it."""
-AHEAD = ["trainer.rollout_ahead=1"]
+AHEAD = ["rollout.max_staleness=1", "rollout.mode=disaggregated"]
 """Recipes refuse these with the local engine, which generates at once: nothing overlaps, and all
 else is as with servers apart."""
 RESPONSES = "responses_*.safetensors"

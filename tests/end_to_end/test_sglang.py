@@ -177,7 +177,7 @@ def test_a_resumed_run_continues_partial_responses_with_new_weights(
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
     url = qwen2.engine.fleet.apis[0].url
-    engine = qwen2.connect(own(urls=(url,), partial_rollout=True, server_args={}))
+    engine = qwen2.connect(own(urls=(url,), max_staleness=1, server_args={}))
     sampling = SamplingConfig(n=2, stop_token_ids=tuple(range(3, 12)))
     qwen2.change_weights()
     qwen2.sync(engine)
@@ -236,6 +236,50 @@ def test_new_weights_wait_for_a_submitted_request(qwen2) -> None:
         assert each.here.logprobs.tolist() == pytest.approx(
             response_logprobs(old, each), abs=TOLERANCE
         )
+
+
+def test_an_update_interrupts_requests_that_go_on_with_the_new_weights(qwen2, monkeypatch) -> None:
+    """Of four batches, one that is complete waits for its step while the others are generated."""
+    monkeypatch.setenv(API_KEY_VARIABLE, qwen2.engine.fleet.key)
+    url = qwen2.engine.fleet.apis[0].url
+    engine = qwen2.connect(own(urls=(url,), max_staleness=1, server_args={}))
+    qwen2.change_weights()
+    qwen2.sync(engine)
+    models, some = {qwen2.version: copy.deepcopy(qwen2.model)}, threading.Event()
+    request = Request(
+        prompts(16),
+        SamplingConfig(stop_token_ids=tuple(range(3, 12))),
+        400,
+        0,
+        lambda keys, done: some.set(),
+        num_prompts_needed=4,
+        among=4,
+    )
+    ahead = engine.submit(request)
+    assert some.wait(300)
+    qwen2.change_weights()
+    qwen2.sync(engine)
+    models[qwen2.version] = qwen2.model
+    after = engine.submit(replace(request, resumable=ahead.left_over))
+    found = after.collect()
+    assert [each.prompt.uid for each in found] == [p.uid for p in prompts(4)]
+    rest = replace(
+        request,
+        prompts=prompts(16)[4:],
+        num_prompts_needed=12,
+        among=None,
+        resumable=after.left_over,
+    )
+    found += engine.generate(rest)
+    engine.stop()
+    assert [each.prompt.uid for each in found] == [p.uid for p in prompts(16)]
+    ages = [set(versions(each)) for each in found]
+    assert any(len(each) == 2 for each in ages), "some went on"
+    assert set(models) == set().union(*ages)
+    for each in found:
+        expected = {v: response_logprobs(model, each) for v, model in models.items()}
+        by_version = [expected[version][i] for i, version in enumerate(versions(each))]
+        assert each.here.logprobs.tolist() == pytest.approx(by_version, abs=TOLERANCE)
 
 
 def test_stop_aborts_a_submitted_request(qwen2, monkeypatch) -> None:

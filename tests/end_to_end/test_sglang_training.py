@@ -83,7 +83,7 @@ def test_training_with_a_disaggregated_server(tmp_path, colocated, forks_servers
     server.start()
     try:
         apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
-        partial = ("rollout.partial_rollout=true", "data.max_response_length=48")
+        partial = ("rollout.max_staleness=1", "data.max_response_length=48")
         few = (
             "rollout.batch_size=20",
             "trainer.sample_table_rows=32",
@@ -105,10 +105,17 @@ def test_training_with_a_disaggregated_server(tmp_path, colocated, forks_servers
             "tiny_cpu_sglang_disaggregated.yaml",
             tmp_path / "ahead",
             apart[0],
-            "trainer.rollout_ahead=1",
+            "rollout.max_staleness=1",
             "trainer.total_training_steps=3",
             *LIKELIEST,
             *SAVED,
+            **{API_KEY_VARIABLE: "key"},
+        )
+        agents = _train(
+            "tiny_cpu_sglang_disaggregated.yaml",
+            tmp_path / "agents",
+            apart[0],
+            *_sleepy_agent(tmp_path),
             **{API_KEY_VARIABLE: "key"},
         )
     finally:
@@ -117,6 +124,48 @@ def test_training_with_a_disaggregated_server(tmp_path, colocated, forks_servers
     assert len(rows) == 2
     _check_taken_up(tmp_path, folder, rows, resumed)
     _check_ahead(tmp_path / "ahead", ahead, *colocated)
+    _check_agents(tmp_path / "agents", agents)
+
+
+def _sleepy_agent(folder: Path) -> tuple[str, ...]:
+    """An agent that takes its time between its two turns, and works while the policy trains."""
+    path = folder / "agent.py"
+    path.write_text(
+        """
+import asyncio
+
+async def run(client, task):
+    messages = list(task["messages"])
+    for seconds in (1.0, 0.0):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        messages = [*messages, said, {"role": "user", "content": "more"}]
+        await asyncio.sleep(seconds)
+    return len(said["content"]) / 16
+"""
+    )
+    return (
+        f"rollout.agent.run={path}:run",
+        "rollout.max_staleness=2",
+        "algorithm.rollout_correction.rollout_is=token",
+        "trainer.total_training_steps=5",
+        "trainer.dump_rollouts=true",
+        "trainer.test_freq=2",
+    )
+
+
+def _check_agents(run_dir: Path, rows: list[dict]) -> None:
+    """Episodes that began with earlier weights go on through updates, and each is trained once."""
+    from mppo.dumps.step_dump import dumped_steps, read_header_of
+
+    assert [row["training/weight_version_lag_max"] for row in rows] == [0, 1, 2, 2, 2]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert {row["conversation/turns/max"] for row in rows} == {2.0}
+    headers = [read_header_of(folder) for folder in dumped_steps(run_dir).values()]
+    uids = [row.uid for header in headers for row in header.rows]
+    assert uids == list(range(5 * 32)), "in the order of the data, none twice"
+    versions = [{v for v, _ in row.parts if v >= 0} for header in headers for row in header.rows]
+    assert any(len(each) > 1 for each in versions), "some went on with new weights"
 
 
 def _as_left_after_a_step(run: Path, copy: Path) -> Path:

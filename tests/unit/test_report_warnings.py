@@ -113,7 +113,7 @@ def test_the_page_lists_every_rule_with_its_threshold():
 
 
 def test_every_phase_has_its_own_advice_or_a_page():
-    for phase, words in (("gen", "rollout_ahead"), ("testing", "test_freq"), ("adv", "docs/")):
+    for phase, words in (("gen", "max_staleness"), ("testing", "test_freq"), ("adv", "docs/")):
         (found,) = current_warnings(steps({f"timing_s/{phase}": 9.5}))
         assert words in found.advice
 

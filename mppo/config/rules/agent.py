@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
 
-_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
-    (
-        "rollout.over_sampling",
-        0.0,
-        "would abort conversations, and an agent's state is not kept",
-        "set it to 0",
-    ),
-    (
-        "rollout.partial_rollout",
-        False,
-        "would continue aborted conversations, and an agent's state is not kept",
-        "set it to false",
-    ),
-    (
-        "trainer.rollout_ahead",
-        0,
-        "the turns of a conversation follow each other, so none is generated while a step trains",
-        "set it to 0",
-    ),
-    (
-        "reward_model.path",
-        None,
-        "a reward model gets one answer of an assistant, not a conversation",
-        "score conversations with reward.name, or return a reward from the agent",
-    ),
-)
-"""Keys, their only value with an agent, why, and what to do."""
 
-
-@rule("rollout", "trainer.rollout_ahead", "reward_model.path")
-def conversations_are_supported(context: RuleContext) -> Iterator[ConfigIssue]:
-    """An agent works only with recipes that generate and train a batch at a time."""
-    if context.recipe.rollout.agent is None:
+@rule("rollout")
+def answering_agents_take_all_turns_together(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``rollout.agent.path`` answers the conversations of a whole batch, turn after turn."""
+    rollout = context.recipe.rollout
+    if rollout.agent is None or rollout.runs_programs:
         return
-    for key, neutral, why, fix in _REFUSED:
-        section, _, name = key.partition(".")
-        value = getattr(getattr(context.recipe, section), name)
-        if value != neutral:
-            yield ConfigIssue(key, value, f"with rollout.agent: {why}", fix)
+    why = "with rollout.agent.path: its conversations take their turns together, to their end"
+    for key in ("over_sampling", "max_staleness"):
+        if value := getattr(rollout, key):
+            fix = "set it to 0, or bring the agent as rollout.agent.run or command"
+            yield ConfigIssue(f"rollout.{key}", value, why, fix)
+
+
+@rule("rollout", "reward_model.path")
+def a_reward_model_scores_no_conversation(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A reward model gets one answer of an assistant."""
+    path = context.recipe.reward_model.path
+    if context.recipe.rollout.agent is not None and path is not None:
+        why = "with rollout.agent: a reward model gets one answer of an assistant"
+        fix = "score conversations with reward.name, or return a reward from the agent"
+        yield ConfigIssue("reward_model.path", path, why, fix)
 
 
 _ONLY_WITH: dict[str, tuple[str, ...]] = {

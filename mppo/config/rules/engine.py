@@ -30,7 +30,7 @@ def local_engine_has_no_server_keys(context: RuleContext) -> Iterator[ConfigIssu
         yield ConfigIssue("rollout.urls", list(rollout.urls), why, fix)
     if rollout.server_args:
         yield ConfigIssue("rollout.server_args", rollout.server_args, why, fix)
-    if rollout.over_sampling:
+    if rollout.over_sampling and not rollout.runs_programs:
         yield ConfigIssue("rollout.over_sampling", rollout.over_sampling, why, fix)
 
 
@@ -219,13 +219,21 @@ def server_builds_the_models_layers(context: RuleContext) -> Iterator[ConfigIssu
         )
 
 
-@rule("rollout.partial_rollout", "rollout.over_sampling")
-def partial_rollout_needs_over_sampling(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Responses are aborted, and so partial, only with over-sampling."""
+@rule("rollout")
+def older_tokens_have_a_source(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Tokens get old where a batch interrupts others, or where generation overlaps with training.
+
+    The local engine generates in the training ranks, and colocated servers sleep during training.
+    """
     rollout = context.recipe.rollout
-    if rollout.partial_rollout and not rollout.over_sampling:
-        why = "has no effect with rollout.over_sampling = 0: no response is aborted"
-        yield ConfigIssue("rollout.partial_rollout", True, why, "set over_sampling, such as 0.25")
+    if not rollout.max_staleness or rollout.over_sampling or rollout.generates_ahead:
+        return
+    where = "the local engine generates in the training ranks"
+    if rollout.name == "sglang":
+        where = "colocated servers sleep while their devices train"
+    why = f"has no effect: {where}, and with rollout.over_sampling = 0 no response is interrupted"
+    fix = "set over_sampling, such as 0.25, give the addresses of servers in rollout.urls, or set "
+    yield ConfigIssue("rollout.max_staleness", rollout.max_staleness, why, f"{fix}it to 0")
 
 
 @rule("rollout.verify_sync", "rollout.logprob_tolerance")
@@ -269,33 +277,17 @@ def replayed_experts_are_returned(context: RuleContext) -> Iterator[ConfigIssue]
         yield ConfigIssue(f"rollout.server_args.{name}", False, why, fix)
 
 
-@rule("trainer.rollout_ahead", "rollout.name", "rollout.urls", "rollout.mode")
-def rollout_ahead_needs_disaggregated_servers(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Generation overlaps with training only on other devices."""
-    rollout, ahead = context.recipe.rollout, context.recipe.trainer.rollout_ahead
-    why = None
-    if rollout.name == "local":
-        why = "the local engine generates in the training ranks: it would only make samples older"
-    elif not rollout.urls and rollout.mode == "colocated":
-        why = "colocated servers sleep while their devices train"
-    if ahead and why is not None:
-        fix = "give the servers' addresses in rollout.urls (rollout.name: sglang), or set it to 0"
-        yield ConfigIssue("trainer.rollout_ahead", ahead, why, fix)
-
-
-@rule("trainer.rollout_ahead", "algorithm.rollout_correction")
+@rule("rollout", "algorithm.rollout_correction")
 def older_samples_are_corrected(context: RuleContext) -> Iterator[ConfigIssue]:
     """Samples of older weights need importance weights or bypass mode."""
-    ahead, correction = (
-        context.recipe.trainer.rollout_ahead,
-        context.recipe.algorithm.rollout_correction,
-    )
-    if ahead and correction.rollout_is == "off" and not correction.bypass_mode:
+    rollout, correction = context.recipe.rollout, context.recipe.algorithm.rollout_correction
+    if not rollout.generates_ahead:
+        return
+    if correction.rollout_is == "off" and not correction.bypass_mode:
         yield ConfigIssue(
             "algorithm.rollout_correction.rollout_is",
             "off",
-            f"trainer.rollout_ahead = {ahead} trains on samples of the weights before the last "
-            "update",
+            f"rollout.max_staleness = {rollout.max_staleness} trains on samples of earlier weights",
             "set it to token (weights truncated at rollout_is_threshold), or bypass_mode to true",
         )
 

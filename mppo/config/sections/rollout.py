@@ -51,8 +51,11 @@ class RolloutConfig(SamplingConfig):
     over_sampling: float = Field(default=0.0, ge=0)
     """Prompts requested beyond ``data.train_batch_size``, as a share of it. When the batch is full
     the slowest responses are aborted and their prompts are requested again in the next step."""
-    partial_rollout: bool = False
-    """Resume aborted responses from the tokens they have. false: start them again."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most updates of the weights between the generation of a token and the step that trains on it.
+    0: each batch is generated with the current weights. From 1 on, responses that a batch or an
+    update of the weights interrupts go on from the tokens they have, and disaggregated servers
+    generate during training, up to so many batches ahead."""
     agent: AgentConfig | None = None
     """Who answers the policy, for conversations of several turns. null: a response is one turn."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -93,6 +96,16 @@ class RolloutConfig(SamplingConfig):
     """Seconds that a server may take to start."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Further options of SGLang's servers, such as ``mem_fraction_static``."""
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether the engine generates for later steps during training."""
+        return self.max_staleness > 0 and (bool(self.urls) or self.mode == "disaggregated")
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether episodes are those of programs that ask the policy for its turns."""
+        return self.agent is not None and self.agent.uses_endpoint
 
     @property
     def validation(self) -> SamplingConfig:

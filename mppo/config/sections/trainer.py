@@ -81,9 +81,6 @@ class TrainerConfig(Section):
     """Export the actor at the end of the run, as a Hugging Face folder."""
     critic_warmup: int = Field(default=0, ge=0)
     """First PPO steps in which only the critic is trained."""
-    rollout_ahead: int = Field(default=0, ge=0, le=1)
-    """1: disaggregated servers generate the next step's batch while this step trains, with weights
-    that are one update older (one-step off-policy)."""
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
         "console",
         "jsonl",

@@ -53,6 +53,13 @@ RUN_ROWS: tuple[VerlRow, ...] = (
         Ignored("a colocated engine always frees its memory during training"),
     ),
     VerlRow(
+        "{rollout.partial_rollout,trainer.rollout_ahead}",
+        Ignored("rollout.max_staleness says how old tokens may be"),
+        NOTHING,
+    ),
+    VerlRow("rollout.partial_rollout", Converted("rollout.max_staleness", {True: 1}), (True,)),
+    VerlRow("trainer.rollout_ahead", Converted("rollout.max_staleness")),
+    VerlRow(
         "rollout.enable_chunked_prefill",
         Ignored("SGLang splits long prompts by itself"),
         (True, None),

@@ -83,7 +83,7 @@ def recipe_load(
         measured,
         world if colocated else world + servers * tp,
         copied=max(uses, default=0),
-        overlapped=recipe.trainer.rollout_ahead > 0,
+        overlapped=rollout.generates_ahead,
     )
 
 

@@ -62,8 +62,10 @@ class LocalGeneration:
 
     def collect(self) -> list[Episode]:
         """See ``rollout.engine.Generation.collect``."""
-        self.left_over = {}
-        return self.responses
+        needed = self.request.num_prompts_needed
+        taken = range(len(self.request.prompts) if needed is None else needed)
+        self.left_over = left_over(self.request, dict(enumerate(self.responses)), taken)
+        return self.responses[: len(taken) * self.request.sampling.n]
 
 
 def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
@@ -163,11 +165,12 @@ class LocalEngine:
         return self._model.config.vocab_size
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``; all prompts are needed: this engine cannot abort."""
+        """See ``RolloutEngine.generate``."""
+        return self.submit(request).collect()
+
+    def _answers(self, request: GenerationRequest) -> list[Episode]:
+        """Responses to all prompts of a request: this engine cannot abort any."""
         prompts, n = request.prompts, request.sampling.n
-        assert request.num_prompts_needed in (None, len(prompts)), (
-            "the local engine answers all prompts"
-        )
         version = self._loaded_version()
         if not all(len(prompt.token_ids) for prompt in prompts):
             raise InputError("an empty prompt cannot be continued: add at least a BOS token")
@@ -208,7 +211,7 @@ class LocalEngine:
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
         start = time.perf_counter()
-        found = self.generate(request)
+        found = self._answers(request)
         seconds = time.perf_counter() - start
         return LocalGeneration(request, found, seconds, self._world)
 

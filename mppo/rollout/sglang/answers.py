@@ -14,13 +14,6 @@ from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_exper
 from mppo.rollout.sglang.server_response import ServerResponse
 
 
-def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest) -> list[int]:
-    """Prompts whose samples are all finished, in order."""
-    n = request.sampling.n
-    done = {key for key, each in episodes.items() if not each.is_unfinished}
-    return [p for p in range(len(request.prompts)) if done.issuperset(range(p * n, p * n + n))]
-
-
 def take_up(
     resumed: Mapping[int, Episode],
     usable: Sequence[int],

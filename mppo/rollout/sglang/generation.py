@@ -9,9 +9,10 @@ import torch
 from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.partition import partition
+from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import left_over
-from mppo.rollout.sglang.answers import add_answers, complete_prompts, take_up
+from mppo.rollout.response_gather import complete_prompts, left_over
+from mppo.rollout.sglang.answers import add_answers, take_up
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.in_flight import InFlightRequests
@@ -32,8 +33,8 @@ class SGLangGeneration:
         vocab_size: of the model.
         routing: shape of the routed experts in each response; None: none.
         requests: sends jobs to the servers.
-        rollout: the recipe's section; with ``partial_rollout``, aborted responses are continued by
-            a later request.
+        rollout: the recipe's section; with ``max_staleness``, aborted responses are continued by a
+            later request.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class SGLangGeneration:
         self._request, self._stop_tokens, self._routing = request, stop_tokens, routing
         self._vocab_size = vocab_size
         self._requests, self._rollout = requests, rollout
-        self._partial = request.num_prompts_needed is not None and rollout.partial_rollout
+        self._partial = request.num_prompts_needed is not None and rollout.max_staleness > 0
         self._found = self._resumed()
         self._seconds = 0.0
         self._left_over: EpisodesBySample = {}
+        self._is_collected = False
         self._in_flight: InFlightRequests | None = None
-        self._launch()
+        self._launch(self._lacks_prompts() if request.among is None else self._missing())
 
     def _resumed(self) -> dict[int, Episode]:
         """The resumable responses that need not be generated again; collective."""
@@ -67,27 +69,31 @@ class SGLangGeneration:
         homes = self._homes()
         return take_up(resumed, usable, homes, requests.world)
 
-    def _launch(self) -> None:
-        """Send requests for missing responses to this rank's servers, if prompts are missing."""
-        request = self._request
-        enough = (
-            len(request.prompts)
-            if request.num_prompts_needed is None
-            else request.num_prompts_needed
-        )
-        # every rank has the same responses, so all ranks return here or none does
-        if len(complete_prompts(self._found, request)) >= enough:
+    def _missing(self) -> bool:
+        """Whether a response is missing; every rank has the same ones, and so the same answer."""
+        done = sum(not each.is_unfinished for each in self._found.values())
+        return done < len(self._request.prompts) * self._request.sampling.n
+
+    def _lacks_prompts(self) -> bool:
+        """Whether prompts of the result are missing, on every rank."""
+        needed = self._request.num_prompts_needed
+        needed = self._request.choice if needed is None else needed
+        return len(complete_prompts(self._found, self._request)) < needed
+
+    def _launch(self, wanted: bool) -> None:
+        """Send requests for missing responses to this rank's servers, if they are wanted."""
+        if not wanted:
             return
+        request = self._request
         # all responses of this launch must come from this one version
         self._version = self._requests.restore()
-        self._stragglers = StragglerAbort(
-            request.num_prompts_needed, request.sampling.n, self._requests.new_name()
-        )
+        answered = AnsweredPrompts(request, self._requests.new_name())
+        self._stragglers = StragglerAbort(answered)
         # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
         ended = {row for row, each in self._found.items() if not each.is_unfinished}
         done = ended.intersection(rows)
-        self._stragglers.answered(sorted(done))
+        answered.add(sorted(done))
         rows = [row for row in rows if row not in done]
         servers = max(1, len(self._requests.fleet.mine))
         # enough requests to balance the servers, few enough to keep the overhead small
@@ -100,10 +106,11 @@ class SGLangGeneration:
         )
 
     def _my_rows(self) -> list[int]:
-        """Rows (``prompt * n + sample``) of this rank's servers, longest prompts first."""
-        n, lengths = self._request.sampling.n, self._prompt_lengths()
+        """Rows (``prompt * n + sample``) of this rank's servers: those that the result may hold,
+        then the others, of both the longest prompts first."""
+        n, lengths, choice = self._request.sampling.n, self._prompt_lengths(), self._request.choice
         mine = [row for row, rank in self._homes().items() if rank == self._requests.rank]
-        return sorted(mine, key=lambda row: (-lengths[row // n], row))
+        return sorted(mine, key=lambda row: (row // n >= choice, -lengths[row // n], row))
 
     def _homes(self) -> dict[int, int]:
         """The rank whose servers generate each row; the prompts are dealt out to the servers."""
@@ -145,7 +152,7 @@ class SGLangGeneration:
             begun = map(self._begun, ended)
             joined = [a if b is None else b.followed_by(a) for a, b in zip(new, begun)]
             request.on_response(list(ended), joined)
-        stragglers.answered(list(ended))
+        stragglers.answered.add(list(ended))
         return {r: a for r, a in zip(job, answers, strict=True) if len(a.tokens)}
 
     def _begun(self, row: int) -> Episode | None:
@@ -155,10 +162,13 @@ class SGLangGeneration:
 
     def wait(self) -> None:
         """See ``rollout.engine.Generation.wait``."""
-        if self._in_flight is None:
+        if self._is_collected:
             return
-        results = self._requests.join(self._in_flight)
-        self._found, self._in_flight = self._gathered(results), None
+        if self._in_flight is not None:
+            if self._partial:
+                self._stragglers.abort()  # what is unfinished goes on later, with the next weights
+            results = self._requests.join(self._in_flight)
+            self._found, self._in_flight = self._gathered(results), None
         if not self._partial:
             self._found = {r: e for r, e in self._found.items() if e.finish_reason != "abort"}
         self._left_over = left_over(self._request, self._found)
@@ -167,8 +177,9 @@ class SGLangGeneration:
         """See ``rollout.engine.Generation.collect``."""
         request, n = self._request, self._request.sampling.n
         if self._in_flight is None:
-            self._launch()
+            self._launch(self._lacks_prompts())
         if self._in_flight is not None:
+            self._stragglers.when_enough()
             results = self._requests.collect(
                 self._jobs,
                 self._answer_rows,
@@ -180,7 +191,7 @@ class SGLangGeneration:
         taken = complete_prompts(self._found, request)[: request.num_prompts_needed]
         left = left_over(request, self._found, taken)
         self._left_over = left if self._partial else {}
-        found, self._found = self._found, {}
+        found, self._found, self._is_collected = self._found, {}, True
         return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
 
     @property
@@ -200,7 +211,7 @@ class SGLangGeneration:
         self._seconds = self._in_flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
         found = add_answers(self._found, mine, self._request, self._routing, requests.world)
-        self._stragglers.close()
+        self._stragglers.answered.close()
         return found
 
     def abort(self) -> None:

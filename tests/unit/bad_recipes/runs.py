@@ -21,13 +21,13 @@ AGENTS = [
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
      "no such file no.py"),
     ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
-     "rollout.over_sampling=0.25", "rollout.over_sampling", "state is not kept"),
+     "rollout.over_sampling=0.25", "rollout.over_sampling", "take their turns together"),
     ("conversations ahead", "rollout.agent.path=a:b rollout.name=sglang "
      "rollout.mode=disaggregated rollout.sync=disk rollout.urls=[http://h:1] "
-     "algorithm.rollout_correction.rollout_is=token trainer.rollout_ahead=1",
-     "trainer.rollout_ahead", "turns of a conversation follow each other"),
+     "algorithm.rollout_correction.rollout_is=token rollout.max_staleness=1",
+     "rollout.max_staleness", "take their turns together"),
     ("conversations for a reward model", "rollout.agent.path=a:b "
-     "reward_model.path=builtin:tiny-reward", "reward_model.path", "not a conversation"),
+     "reward_model.path=builtin:tiny-reward", "reward_model.path", "one answer of an assistant"),
     ("tools in prompts without a template", "rollout.agent.path=a:b "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}] data.apply_chat_template=false",
      "rollout.agent.tools", "no prompt would name"),

@@ -190,8 +190,8 @@ SETTINGS = [
      "rollout.tensor_model_parallel_size", "no effect with rollout.name = local"),
     ("a local engine that aborts", "rollout.over_sampling=0.2", "rollout.over_sampling",
      "no effect"),
-    ("partial responses without aborts", "rollout.partial_rollout=true",
-     "rollout.partial_rollout", "no response is aborted"),
+    ("partial responses without aborts", "rollout.name=sglang rollout.partial_rollout=true",
+     "rollout.max_staleness", "no response is interrupted"),
     ("server addresses for a local engine", "rollout.urls=[http://a]", "rollout.urls", "no effect"),
     ("a validation of nothing", "trainer.test_freq=5 data.val_size=0", "data.val_size",
      "needs validation prompts"),
@@ -208,14 +208,16 @@ SETTINGS = [
     ("a best of nothing", "trainer.best_metric=lr", "trainer.best_metric", "save_freq"),
     ("a deadline that is no time", "trainer.checkpoint_must_save_by=soon",
      "trainer.checkpoint_must_save_by", "should match pattern"),
-    ("a local engine ahead", "trainer.rollout_ahead=1 "
-     "algorithm.rollout_correction.rollout_is=token", "trainer.rollout_ahead",
-     "only make samples older"),
-    ("a sleeping server ahead", "trainer.rollout_ahead=1 rollout.name=sglang "
-     "algorithm.rollout_correction.rollout_is=token", "trainer.rollout_ahead", "sleep while"),
-    ("two steps ahead", "trainer.rollout_ahead=2", "trainer.rollout_ahead", "a value <= 1"),
-    ("older samples taken for new", "trainer.rollout_ahead=1 rollout.name=sglang "
-     "rollout.urls=[http://a:1]", "algorithm.rollout_correction.rollout_is", "the last update"),
+    ("a local engine ahead", "rollout.max_staleness=1", "rollout.max_staleness",
+     "generates in the training ranks"),
+    ("a sleeping server ahead", "rollout.max_staleness=1 rollout.name=sglang",
+     "rollout.max_staleness", "sleep while"),
+    ("tokens of the future", "rollout.max_staleness=-1", "rollout.max_staleness", "a value >= 0"),
+    ("older samples taken for new", "rollout.max_staleness=1 rollout.name=sglang "
+     "rollout.urls=[http://a:1]", "algorithm.rollout_correction.rollout_is", "earlier weights"),
+    ("an old key against the new one", "trainer.rollout_ahead=1 rollout.max_staleness=2 "
+     "rollout.name=sglang rollout.urls=[http://a:1] algorithm.rollout_correction.rollout_is=token",
+     "trainer.rollout_ahead", "keep rollout.max_staleness only"),
     ("a server apart without address", "rollout.name=sglang rollout.mode=disaggregated",
      "rollout.urls", "addresses of running servers"),
     ("pieces for a local engine", "rollout.sync_mode=sliced", "rollout.sync_mode", "no effect"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,13 @@ from mppo.batch.shares import pack_at_home, share_out
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
-from mppo.rewards.early import EarlyScores
 from mppo.rewards.scores import UNSCORED
 from mppo.rollout.engine import GenerationRequest, sampling_seed
 from mppo.supervision import stop_request
 from mppo.trainer.advantages import needs_greedy_baseline
+from mppo.trainer.generation.supply import collect, go_on, submit
 from mppo.trainer.metrics import conversation_metrics, errors_of, reward_metrics, unscored
-from mppo.trainer.run import PendingRollout, Run
+from mppo.trainer.run import Run
 from mppo.trainer.selection import first_groups, informative_sequences
 
 
@@ -128,18 +127,18 @@ def roll_out(run: Run, step: int, last: bool) -> Rollout:
     Args:
         run: the run.
         step: the PPO step.
-        last: whether this is the step's last batch; the next step's rollout then starts.
+        last: whether this is the step's last batch; training then begins.
     """
     with run.stage("gen", step):
-        pending, run.ahead = run.ahead or submit(run, step), None
+        pending, run.ahead = run.ahead or submit(run, step, updates=0), None
         prompts, keys, episodes = collect(run, pending)
         greedy: list[Episode] = []
         if needs_greedy_baseline(run.recipe.algorithm):
             greedy = generate(run, prompts, run.recipe.rollout.greedy, step)
         if last:
-            prefetch_next(run, step)
+            go_on(run, step)
     with run.stage("reward", step):
-        episodes = with_scores(episodes, pending.early.finish(keys, episodes))
+        episodes = with_scores(episodes, run.early.finish(keys, episodes))
         batch = pack_scored(run, episodes)
         greedy = with_scores(greedy, run.scorer.score(greedy))
         show_errors(run.reporter, step, episodes + greedy)
@@ -158,63 +157,6 @@ def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
         end_slots_below = run.recipe.data.max_response_length
     packed = pack_at_home(episodes, end_slots_below, algorithm.bootstrap_truncated)
     return share_out(packed, run.roles.actor.config.num_moe_experts)
-
-
-def submit(run: Run, step: int) -> PendingRollout:
-    """Start generating and scoring responses to the next prompts.
-
-    The prompts are consumed only when their responses are collected: a checkpoint saved earlier
-    does not count them, and holds the responses that have arrived.
-    """
-    rollout, size = run.recipe.rollout, run.prompts.batch_size
-    prompts = run.prompts.peek(size + math.ceil(rollout.over_sampling * size))
-    needed = size if len(prompts) > size else None
-    early, limit = EarlyScores(run.scorer), run.recipe.data.max_response_length
-    seed = sampling_seed(run.recipe.trainer.seed, step)
-    request = GenerationRequest(
-        prompts, rollout, limit, seed, early.take, needed, run.checkpoints.partial
-    )
-    return PendingRollout(prompts, run.engine.submit(request), early)
-
-
-def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Episode]]:
-    """Wait for the responses of a submitted rollout.
-
-    If more prompts were submitted than a batch holds, the prompts without all their responses
-    return to the prompt loader for a later batch.
-
-    Returns:
-        The answered prompts, each response's key in ``pending.early``, and the responses.
-    """
-    n, episodes = run.recipe.rollout.n, pending.generation.collect()
-    run.checkpoints.partial = pending.generation.left_over
-    prompts = run.prompts.take(len(pending.prompts))
-    assert prompts == pending.prompts
-    place = {prompt.uid: index for index, prompt in enumerate(prompts)}
-    uids = [each.prompt.uid for each in episodes]
-    keys = [place[uid] * n + i % n for i, uid in enumerate(uids)]
-    answered = set(uids)
-    run.prompts.give_back([prompt for prompt in prompts if prompt.uid not in answered])
-    return [prompt for prompt in prompts if prompt.uid in answered], keys, episodes
-
-
-def prefetch_next(run: Run, step: int) -> None:
-    """Start the next step's rollout, or free the engine's memory for training."""
-    if run.recipe.trainer.rollout_ahead and step < run.total_steps:
-        run.ahead = submit(run, step + 1)
-    else:
-        run.engine.sleep()
-        run.roles.placement.prepare("reward", "forward")
-
-
-def wait_for_prefetch(run: Run, step: int) -> dict[str, float]:
-    """Wait for the next step's responses before the weights change; return how long they took."""
-    if run.ahead is None:
-        return {}
-    with run.stage("wait_prev_gen", step):
-        run.ahead.generation.wait()
-    run.checkpoints.partial = run.ahead.generation.left_over
-    return {"timing_s/gen_ahead": run.ahead.generation.seconds}
 
 
 def generate(

@@ -1,0 +1,105 @@
+"""The episodes that run on a rank, from their start until a batch takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from mppo.agents.turn_queue import Drawing
+from mppo.batch.episode import Episode
+from mppo.batch.prompt import Prompt
+
+EpisodeKey = tuple[int, int]
+"""The uid of an episode's prompt and the number of the sample."""
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What an episode starts from.
+
+    Args:
+        prompt: the prompt.
+        sample: number of the sample.
+        drawing: how its turns are drawn.
+        version: of the weights at its start.
+    """
+
+    prompt: Prompt
+    sample: int
+    drawing: Drawing
+    version: int
+
+
+class RunningEpisodes:
+    """Episodes by key; all calls come from one event loop.
+
+    Args:
+        run: runs an episode; None: a lost server has spoiled it.
+        most: episodes at the same time.
+
+    Attributes:
+        on_done: gets each episode when it ends.
+        done: episodes that have ended.
+        failure: the first exception that is no failure of an agent.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[EpisodeStart], Awaitable[Episode | None]],
+        most: int,
+    ) -> None:
+        self._run, self._free = run, asyncio.Semaphore(most)
+        self._tasks: dict[EpisodeKey, asyncio.Task[None]] = {}
+        self._versions: dict[EpisodeKey, int] = {}
+        self.on_done: Callable[[EpisodeKey, Episode], None] = lambda key, episode: None
+        self.done: dict[EpisodeKey, Episode] = {}
+        self.failure: Exception | None = None
+
+    def lacks(self, keys: Collection[EpisodeKey]) -> bool:
+        """Whether one of some episodes neither runs nor has ended."""
+        return any(key not in self._tasks and key not in self.done for key in keys)
+
+    def have_ended(self, keys: Collection[EpisodeKey]) -> bool:
+        """Whether all of some episodes have ended."""
+        return all(key in self.done for key in keys)
+
+    async def run_only(
+        self, wanted: Mapping[EpisodeKey, EpisodeStart], oldest_version: int = 0
+    ) -> None:
+        """Let some episodes run or stay, start those that are new, and end all others.
+
+        Args:
+            wanted: these episodes.
+            oldest_version: those that began with older weights start again.
+        """
+        old = {key for key, version in self._versions.items() if version < oldest_version}
+        await self.end([key for key in self._versions if key in old or key not in wanted])
+        for key, start in wanted.items():
+            if self.lacks([key]):
+                self._versions[key] = start.version
+                self._tasks[key] = asyncio.create_task(self._one(key, start))
+
+    async def end(self, keys: Collection[EpisodeKey]) -> None:
+        """End some episodes, and forget them."""
+        tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for key in keys:
+            self.done.pop(key, None)
+            self._versions.pop(key, None)
+
+    async def _one(self, key: EpisodeKey, start: EpisodeStart) -> None:
+        try:
+            async with self._free:
+                episode = await self._run(start)
+            if episode is not None:
+                self.done[key] = episode
+                self.on_done(key, episode)
+        except Exception as error:  # raised by the engine, on all ranks
+            self.failure = self.failure or error
+        finally:
+            # one that has started again under this key has a task of its own
+            if self._tasks.get(key) is asyncio.current_task():
+                del self._tasks[key]

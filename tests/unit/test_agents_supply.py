@@ -1,0 +1,140 @@
+"""Episodes that go on while batches are taken and the weights change."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+
+import pytest
+from agent_case import OPENING, PROMPTS, SAMPLING, local_engine
+
+from mppo.agents.build import build_agent
+from mppo.agents.episode_engine import EpisodeEngine
+from mppo.batch.episode import NO_WEIGHTS, Episode
+from mppo.config.load import load_recipe
+from mppo.hub.builtin import byte_tokenizer
+from mppo.rollout.engine import GenerationRequest
+
+WAITING = """
+    async def run(client, task):
+        messages = await say(client, task["messages"])
+        mark = f"{here}/{task['ground_truth']}"
+        open(mark, "a").write("x")
+        while task["ground_truth"] in ("0", "3") and not os.path.exists(f"{here}/go"):
+            await asyncio.sleep(0.02)
+        await say(client, [*messages, {"role": "user", "content": "more"}])
+        return float(task["ground_truth"])
+"""
+"""The episodes of two of four prompts wait after their first turn, until a file is there."""
+REQUEST = GenerationRequest(PROMPTS, SAMPLING, 24, 11, num_prompts_needed=2)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts an engine whose episodes wait; the engine, and the folder of their marks."""
+    engines = []
+
+    def start(goes_on: bool, **config):
+        path = tmp_path / "agent.py"
+        where = f"\n    here = {str(tmp_path)!r}\n"
+        path.write_text(textwrap.dedent(OPENING + where) + textwrap.dedent(WAITING))
+        keys = [f"rollout.agent.{name}={value}" for name, value in config.items()]
+        task = ["model.path=builtin:tiny", "data.task=arithmetic", f"rollout.agent.run={path}:run"]
+        recipe = load_recipe(None, [*task, *keys])
+        engine = EpisodeEngine(
+            local_engine(), build_agent(recipe), byte_tokenizer(), recipe.rollout.agent, 64,
+            goes_on=goes_on,
+        )  # fmt: skip
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.stop()
+
+
+def new_weights(engine: EpisodeEngine, version: int) -> None:
+    """Load the weights that the engine has, scaled, as a later version."""
+    inner = engine._engine
+    engine.update_weights([[(k, 1.05 * v) for k, v in inner._model.state_dict().items()]], version)
+
+
+def uids(episodes: list[Episode]) -> list[int]:
+    return [each.prompt.uid for each in episodes]
+
+
+def versions(episode: Episode) -> list[int]:
+    return [version for version, _ in episode.parts if version != NO_WEIGHTS]
+
+
+def test_a_batch_takes_what_is_complete_and_the_rest_goes_on_with_new_weights(started, tmp_path):
+    engine = started(goes_on=True)
+    early: list[int] = []
+    first = engine.submit(replace(REQUEST, on_response=lambda places, _: early.extend(places)))
+    taken = first.collect()
+    assert uids(taken) == [7, 7, 14, 14]
+    assert sorted(early) == [2, 3, 4, 5]
+    assert [versions(each) for each in taken] == [[3, 3]] * 4
+    new_weights(engine, 4)
+    (tmp_path / "go").touch()
+    left = replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])
+    found = engine.submit(left).collect()
+    assert uids(found) == [0, 0, 21, 21]
+    assert [versions(each) for each in found] == [[3, 4]] * 4
+    assert [each.result.reward for each in found] == [0, 0, 3, 3]
+    marks = [(tmp_path / name).read_text() for name in "0123"]
+    assert marks == ["xx"] * 4, "each episode ran once"
+
+
+def test_episodes_end_with_their_batch_unless_they_may_get_old(started, tmp_path):
+    engine = started(goes_on=False)
+    assert uids(engine.submit(REQUEST).collect()) == [7, 7, 14, 14]
+    new_weights(engine, 4)
+    (tmp_path / "go").touch()
+    found = engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])).collect()
+    assert [versions(each) for each in found] == [[4, 4]] * 4
+    assert [(tmp_path / name).read_text() for name in "03"] == ["xxxx"] * 2, "they began again"
+
+
+def test_episodes_that_would_be_too_old_start_again(started, tmp_path):
+    engine = started(goes_on=True)
+    engine.submit(REQUEST).collect()
+    new_weights(engine, 4)
+    (tmp_path / "go").touch()
+    left = replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]], oldest_version=4)
+    assert [versions(each) for each in engine.submit(left).collect()] == [[4, 4]] * 4
+
+
+def test_a_complete_episode_waits_for_its_batch(started, tmp_path):
+    """The result holds the oldest complete prompts among the first; the others are kept."""
+    engine = started(goes_on=True)
+    (tmp_path / "go").touch()
+    taken = engine.submit(replace(REQUEST, among=2)).collect()
+    assert uids(taken) == [0, 0, 7, 7]
+    new_weights(engine, 4)
+    second = engine.submit(replace(REQUEST, prompts=PROMPTS[2:]))
+    assert uids(second.collect()) == [14, 14, 21, 21]
+    assert [(tmp_path / name).read_text() for name in "0123"] == ["xx"] * 4
+
+
+def test_validation_leaves_episodes_alone_that_go_on(started, tmp_path):
+    engine = started(goes_on=True)
+    engine.submit(REQUEST).collect()
+    engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]]))
+    whole = GenerationRequest(PROMPTS[1:3], SAMPLING.model_copy(update={"n": 1}), 24, 5)
+    assert uids(engine.generate(whole)) == [7, 14]
+    (tmp_path / "go").touch()
+    found = engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])).collect()
+    assert uids(found) == [0, 0, 21, 21]
+    assert [(tmp_path / name).read_text() for name in "03"] == ["xx"] * 2
+
+
+def test_an_agent_is_not_charged_for_the_time_in_which_the_policy_trains(started, tmp_path):
+    import time
+
+    engine = started(goes_on=True, max_seconds=4)
+    engine.submit(REQUEST).collect()
+    time.sleep(5)
+    (tmp_path / "go").touch()
+    found = engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])).collect()
+    assert [each.result.error for each in found] == [None] * 4
