@@ -5,7 +5,6 @@ Every rank knows of each episode all but its tokens, which lie on one rank, its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -158,12 +157,6 @@ class Episode(ComparedByValue):
     def turns(self) -> int:
         """Number of turns of the policy."""
         return 1 + sum(version == NO_WEIGHTS for version, _ in self.parts)
-
-    @property
-    def first_version(self) -> float:
-        """Version of the oldest weights that generated tokens of it; infinite without tokens."""
-        versions = [part[0] for each in self.sequences for part in each.parts]
-        return min((each for each in versions if each != NO_WEIGHTS), default=math.inf)
 
     @property
     def is_unfinished(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from mppo.batch.episode import Episode, EpisodesBySample
+from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodesBySample
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.turns import TurnEngine
@@ -73,7 +73,7 @@ class GenerationRequest:
             episode = self.resumable.get((prompt.uid, sample))
             if episode is None or not torch.equal(episode.prompt.token_ids, prompt.token_ids):
                 continue
-            if episode.first_version < self.oldest_version:
+            if any(NO_WEIGHTS < version < self.oldest_version for version, _ in episode.parts):
                 continue
             if episode.length + episode.is_unfinished <= self.max_tokens:
                 found[place] = replace(episode, prompt=prompt)

@@ -63,9 +63,12 @@ class LocalGeneration:
     def collect(self) -> list[Episode]:
         """See ``rollout.engine.Generation.collect``."""
         needed = self.request.num_prompts_needed
-        taken = range(len(self.request.prompts) if needed is None else needed)
-        self.left_over = left_over(self.request, dict(enumerate(self.responses)), taken)
-        return self.responses[: len(taken) * self.request.sampling.n]
+        if needed is None:
+            self.left_over = {}
+            return self.responses
+        everything = dict(enumerate(self.responses))
+        self.left_over = left_over(self.request, everything, taken=range(needed))
+        return self.responses[: needed * self.request.sampling.n]
 
 
 def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
