@@ -57,8 +57,8 @@ def pytest_collection():
 
 LONGEST = (
     "test_simulation_recipes", "test_slurm", "test_schedules", "test_faults", "test_benchmarks",
-    "test_sglang_actor", "test_pages", "test_endpoint_trees", "test_sglang_families", "test_attacks",
-    "test_simulation_together",
+    "test_sglang_actor", "test_pages", "test_endpoint_trees", "test_sglang_families",
+    "test_attacks", "test_simulation_together",
 )  # fmt: skip
 """Files that take minutes, in the order in which they begin, before all others: a long file at the
 end would run alone, while the other processes of ``pytest -n`` have nothing left to do. Those that
