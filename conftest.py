@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 import transformers  # noqa: F401  (its log takes the stderr of its first import, which a test may replace)
+
+from mppo.supervision import phase
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,10 +37,28 @@ def _environment_is_restored():
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def _no_earlier_failure():
+    """A test starts in no phase: the process remembers the one in which an earlier test failed."""
+    phase.begin()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collections of garbage visit neither the modules and tests that are imported here, all of
+    which stay, nor, while they are imported, those before."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 LONGEST = (
     "test_simulation_recipes", "test_slurm", "test_schedules", "test_faults", "test_benchmarks",
-    "test_sglang_actor", "test_pages", "test_sglang_families", "test_attacks",
-    "test_simulation_together",
+    "test_sglang_actor", "test_pages", "test_endpoint_trees", "test_sglang_families",
+    "test_attacks", "test_simulation_together",
 )  # fmt: skip
 """Files that take minutes, in the order in which they begin, before all others: a long file at the
 end would run alone, while the other processes of ``pytest -n`` have nothing left to do. Those that

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from hf_families import CONFIGS, assert_same_tensors, save, tensors
-from launched_run import mpirun, torchrun
+from launched_run import LaunchedRun, mpirun
 from malicious_pickle import add_malicious_pickle
 from safetensors.torch import load_file, save_file
 
@@ -229,16 +229,23 @@ def test_another_model_does_not_continue_an_interrupted_run(models, tmp_path, mo
 
 
 def test_processes_share_the_work(models, tmp_path):
+    """The second of three commands under a real launcher."""
     folder, checkpoint = models("deepseek_v3"), ["--megatron", str(tmp_path / "megatron")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for launcher, *command in (
-        (torchrun, "hf-to-megatron", "--hf", str(folder)),
-        (mpirun, "verify", "--logits", "--hf", str(folder)),
-        (mpirun, "megatron-to-hf", "--hf", str(tmp_path / "back")),
-    ):
-        start = [*launcher(), "-m", "checkpoints_convert", *command, *checkpoint]
-        subprocess.run(start, check=True, env=environment, cwd=tmp_path)
+    verify = ["verify", "--logits", "--hf", str(folder)]
+    there, back = "hf-to-megatron", "megatron-to-hf"
+    convert(tmp_path / there, there, "--hf", str(folder), *checkpoint)
+    subprocess.run(
+        [*mpirun(), "-m", "checkpoints_convert", *verify, *checkpoint],
+        check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    convert(tmp_path / back, back, "--hf", str(tmp_path / "back"), *checkpoint)
     assert_same_tensors(tensors(tmp_path / "back"), tensors(folder))
+
+
+def convert(outputs: Path, *command: str) -> None:
+    """Run a command on two ranks."""
+    run = LaunchedRun(outputs, program="checkpoints_convert.__main__", argv=command)
+    assert run.codes() == [0, 0], run.texts()
 
 
 def edited_config(folder: Path, **values) -> None:

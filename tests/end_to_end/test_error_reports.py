@@ -8,13 +8,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launched_run import ROOT, TRAIN, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mppo.evaluate import main as evaluate
 from mppo.hub.builtin import resolve_model
 from mppo.train import main
 
@@ -102,18 +102,16 @@ def test_torchruns_last_lines_give_the_reason(tmp_path):
     assert len(report.splitlines()) < 15
 
 
-def test_a_missing_shard_ends_an_evaluation_without_a_traceback(sharded, tmp_path):
+def test_a_missing_shard_ends_an_evaluation_without_a_traceback(
+    sharded, tmp_path, capfd, monkeypatch
+):
     folder = tmp_path / "model"
     shutil.copytree(sharded, folder)
     without_a_shard(folder)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("data: {task: arithmetic, max_prompt_length: 16, max_response_length: 4}\n")
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "mppo" / "evaluate.py"), "--config", str(recipe),
-         f"model.path={folder}"],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == 2, result.stderr
-    assert "not in the folder" in result.stderr
-    assert "Traceback" not in result.stderr
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(["--config", str(recipe), f"model.path={folder}"]) == 2
+    shown = capfd.readouterr().err
+    assert "not in the folder" in shown
+    assert "Traceback" not in shown

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -99,6 +100,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for module in IMPORTED[sys.argv[2]]:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # collections in a forked process would visit and copy what was imported
 
     # forked processes have this one thread only
     threading.Thread(target=_end_with_the_tests, daemon=True).start()

@@ -18,7 +18,7 @@ from policy_generator import PolicyGenerator, Sampled
 from mppo.agents.endpoint.session import Limits, Session
 from mppo.agents.endpoint.turn import Turn
 
-TREES, AT_ONCE = 1000, 24
+TREES, AT_ONCE = 320, 24
 RETRY = {"x-stainless-retry-count": "1"}
 Messages = list[dict[str, Any]]
 

@@ -17,19 +17,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter, in which Megatron is as it was installed."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,
-        timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-ROUTER = """
+PROGRAM = """
 import torch
 from mppo.parallel import megatron_without_te
 
 megatron_without_te.install()
+from megatron.core.transformer import multi_latent_attention as attention
+
+# latent attention can ask whether a layer is Transformer Engine's
+assert not isinstance(object(), attention.TELinear)
+assert object not in [attention.TELinear, attention.TEColumnParallelLinear]
+
+# a router computes its logits and their gradient
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 torch.manual_seed(0)
@@ -42,22 +41,9 @@ torch.testing.assert_close(weight.grad, 2 * logits.detach().T @ tokens.detach())
 """
 
 
-def test_a_router_computes_its_logits_and_their_gradient():
-    result = run(ROUTER)
-    assert result.returncode == 0, result.stderr
-
-
-LATENT = """
-from mppo.parallel import megatron_without_te
-
-megatron_without_te.install()
-from megatron.core.transformer import multi_latent_attention as attention
-
-assert not isinstance(object(), attention.TELinear)
-assert object not in [attention.TELinear, attention.TEColumnParallelLinear]
-"""
-
-
-def test_latent_attention_can_ask_whether_a_layer_is_transformer_engines():
-    result = run(LATENT)
+def test_latent_attention_and_a_router_work_where_megatron_is_as_it_was_installed():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True,
+        timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -109,7 +109,7 @@ MESSAGES_CROSS_THE_NORM = (
 """The "norm" of the critic lies between messages of the actor on some stages."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(updates())
 @example(REFUSED_WITH_FLOATS)
 @example(MESSAGES_CROSS_THE_NORM)
@@ -151,13 +151,13 @@ def test_the_unit_of_costs_changes_no_list(factor):
     assert lists(factor) == lists(1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(updates(most_chunks=4))
 def test_interleaved_lists_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(updates() | updates(most_chunks=3), st.data())
 def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     stages, roles = update
@@ -189,7 +189,7 @@ def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts
     assert len(set(passes[0])) == sum(r.micro_batches[0] * r.chunks for r in roles)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))
 def test_sequential_idles_as_the_formula_says(stages, count, mini_batches):
     work = tuple(RoleWork(name, (count,) * mini_batches) for name in ("critic", "actor"))
