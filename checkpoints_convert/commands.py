@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.conversion import EXTRA_FILE, plan_hf, plan_megatron
 from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index
+from mppo.weights.torch_dist.reader import value_bins
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
               "tiktoken.model")  # fmt: skip
@@ -123,6 +125,7 @@ def megatron_to_hf(
     folder, companions = find_checkpoint(megatron, config)
     shape = read_shape(companions)
     checkpoint = read_checkpoint(folder)
+    shape = replace(shape, value_bins=value_bins(checkpoint))
     companion_files(companions)
     building = partial_path(hf)
     extra = folder / EXTRA_FILE
@@ -135,7 +138,7 @@ def megatron_to_hf(
     run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
         weights = next(p.dtype for p in places.values() if len(p.shape) == 2)
-        copy_companions(companions, building, weights)
+        copy_companions(companions, building, weights, shape.value_bins)
         write_index(building, places)
         clear_journal(building)
         publish(hf)

@@ -27,7 +27,8 @@ from mppo.trainer.start.user_parts import UserParts
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure."""
+    """Train; exit code 0, 2 for an invalid recipe or input, 1 for another failure, also for a
+    value pretraining whose gate did not hold."""
     arguments = _parse(argv)
     if arguments.dry_run:
         return print_plan(arguments)
@@ -47,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with no_early_success():
             from mppo.trainer.start.session import train_and_export
 
-            train_and_export(recipe, info, guard, UserParts())
-            return 0
+            result = train_and_export(recipe, info, guard, UserParts())
+            return 1 if result.gate_held is False else 0
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:

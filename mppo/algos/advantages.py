@@ -157,9 +157,45 @@ def length_adaptive_lambda(length_B: Tensor, alpha: float) -> Tensor:
         alpha: a larger alpha gives a longer horizon.
 
     Returns:
-        float ``[B]``.
+        float64 ``[B]``: a power of a number that is nearly 1 needs its digits.
 
     Source: VAPO, https://arxiv.org/abs/2504.05118.
     """
-    scaled_B = (alpha * length_B.to(torch.float32)).clamp(min=1.0)
+    scaled_B = (alpha * length_B.to(torch.float64)).clamp(min=1.0)
     return torch.where(length_B > 0, 1.0 - 1.0 / scaled_B, 0.0)
+
+
+def tokens_after(length_B: Tensor, episode_B: Tensor) -> Tensor:
+    """Tokens that an episode generated in the sequences after each of its sequences.
+
+    Args:
+        length_B: int64 ``[B]``, response tokens of each sequence.
+        episode_B: int64 ``[B]``, number of each sequence's episode, from 0 without gaps; an
+            episode's sequences are in order of time.
+
+    Returns:
+        int64 ``[B]``, 0 for the last sequence of an episode.
+    """
+    order_B = torch.argsort(episode_B, stable=True)
+    ends_B = length_B[order_B].cumsum(0)
+    last_E = torch.bincount(episode_B).cumsum(0) - 1
+    after_B = torch.empty_like(ends_B)
+    after_B[order_B] = ends_B[last_E[episode_B[order_B]]] - ends_B
+    return after_B
+
+
+def segment_credit(after_B: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """``(gamma lam_b)^N_b``: what is left of a segment's advantage after the later segments.
+
+    Args:
+        after_B: N, int64 ``[B]``, of :func:`tokens_after`.
+        gamma: discount.
+        lam: GAE's lambda of each segment: one number, or float ``[B]``.
+
+    Returns:
+        float64 ``[B]``, 1 for an episode's last segment.
+
+    Source: CompactionRL, https://arxiv.org/abs/2607.05378.
+    """
+    base_B = torch.as_tensor(gamma * lam, dtype=torch.float64).expand(len(after_B))
+    return base_B.pow(after_B)

@@ -94,14 +94,20 @@ def sequence_moments(
     return torch.stack([count_B, mean_B, squares_B, max_B, min_B], dim=1)
 
 
-def merged_moments(moments_B: Tensor) -> Moments:
-    """Moments of all sequences' tokens, from those of each: float64 ``[B, 5]``.
+def merged_moments(moments_B: Tensor, weight_B: Tensor | None = None) -> Moments:
+    """Moments of all sequences' tokens, from those of each.
+
+    Args:
+        moments_B: float64 ``[B, 5]``, of :func:`sequence_moments`.
+        weight_B: float64 ``[B]``, weight of each of a sequence's tokens; None: 1.
 
     Source: Chan's parallel update.
     """
     if len(moments_B) == 0:
         return Moments(0.0, 0.0, 0.0, -math.inf, math.inf)
     count_B, mean_B, squares_B, max_B, min_B = moments_B.unbind(1)
+    if weight_B is not None:
+        count_B, squares_B = weight_B * count_B, weight_B * squares_B
     count = count_B.sum()
     mean = (count_B * mean_B).sum() / count.clamp(min=1.0)
     squares = (squares_B + count_B * (mean_B - mean).square()).sum()

@@ -48,7 +48,7 @@ class Checkpointer:
     Args:
         trainer: the recipe's ``trainer`` section.
         root: folder of the checkpoints, the same on every rank.
-        roles: trained roles by name.
+        roles: trained roles by name; the first is the one that is exported with a checkpoint.
         parts: the other parts of the run that have a state, by name.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
@@ -196,7 +196,8 @@ class Checkpointer:
             if self.trainer.checkpoint_hf:
                 folder = self.root.parent / "hf" / f"global_step_{step}"
                 with self._exporting():
-                    kept = self.roles["actor"].weights.save(folder)
+                    exported = next(iter(self.roles.values()))
+                    kept = exported.weights.save(folder)
                 if kept is not None:
                     self._say(f"kept {kept}")
         if last or stop:

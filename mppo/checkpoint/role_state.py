@@ -32,7 +32,7 @@ from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
 from mppo.safety.input_error import InputError
-from mppo.weights.shape import model_shape
+from mppo.weights.shape import VALUE_BINS, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
@@ -54,21 +54,26 @@ _SHAPE_KEYS = (
 )
 
 
-def describe_model(hf_config: Any, head: str, dtype: torch.dtype) -> dict[str, Any]:
+def describe_model(
+    hf_config: Any, head: str, dtype: torch.dtype, value_bins: int = 1
+) -> dict[str, Any]:
     """Describe a model by the values that a checkpoint and the loading model must share.
 
     Args:
         hf_config: transformers config of the role's model.
         head: "policy" or "value".
         dtype: of the role's parameters.
+        value_bins: outputs of a value head.
     """
     shape = {key: getattr(hf_config, key) for key in _SHAPE_KEYS if hasattr(hf_config, key)}
-    return {**shape, "head": head, "dtype": str(dtype).removeprefix("torch.")}
+    bins = {} if value_bins == 1 else {VALUE_BINS: value_bins}
+    return {**shape, **bins, "head": head, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def describe_role(role: Role) -> dict[str, Any]:
     """Describe the model of a role; see :func:`describe_model`."""
-    return describe_model(role.hf_config, role.settings.head, role.dtype)
+    settings = role.settings
+    return describe_model(role.hf_config, settings.head, role.dtype, settings.value_bins)
 
 
 def role_bytes(role: Role) -> float:

@@ -328,6 +328,23 @@ TURN_PPO = _rows(
     },
 )
 
+COMPACTION_RL = _rows(
+    "arXiv:2607.05378: GAE per segment, credit across segments, token mean",
+    {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam_length_adaptive_alpha": 1.5,
+        "algorithm.segment_credit": True,
+        "actor.loss_agg_mode": "token-mean",
+        "actor.optim.lr": 2e-6,
+        "critic.optim.lr": 3e-6,
+        "critic.ppo_epochs": 2,
+        "trainer.critic_warmup": 50,
+        "rollout.n": 1,
+        "data.train_batch_size": 128,
+        "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
+    },
+)
+
 SYSTEMS: dict[str, tuple[PresetRow, ...]] = {
     "verl": VERL,
     "trl": TRL,
@@ -339,6 +356,7 @@ PAPERS: dict[str, tuple[PresetRow, ...]] = {
     "vapo": VAPO,
     "vc_ppo": VC_PPO,
     "turn_ppo": TURN_PPO,
+    "compaction_rl": COMPACTION_RL,
 }
 PRESETS: dict[str, tuple[PresetRow, ...]] = SYSTEMS | PAPERS
 """Rows by value of ``algorithm.preset``."""

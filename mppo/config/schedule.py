@@ -38,6 +38,9 @@ def stream_obstacle(recipe: Recipe) -> Obstacle | None:
     if not recipe.algorithm.uses_critic:
         why = f"algorithm.adv_estimator = {recipe.algorithm.adv_estimator} trains no critic"
         return Obstacle(why, "set algorithm.adv_estimator to gae")
+    if recipe.pretrains_value:
+        why = "trainer.stage = value_pretraining trains no actor"
+        return Obstacle(why, "set trainer.stage to ppo")
     return lists_obstacle(recipe)
 
 
@@ -95,6 +98,8 @@ def update_groups(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
     """
     if not recipe.algorithm.uses_critic:
         return (("actor",),)
+    if recipe.pretrains_value:
+        return (("critic",),)
     together = recipe.trainer.align_overflow or recipe.trainer.timeline.steps
     if together or schedule_kind(recipe) != "sequential":
         return (("critic", "actor"),)

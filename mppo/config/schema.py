@@ -85,7 +85,7 @@ class Recipe(Section):
         return tuple(roles)
 
     def _actor(self) -> RoleConfig:
-        actor = self.actor
+        actor, is_fixed = self.actor, self.pretrains_value
         return RoleConfig(
             "actor",
             actor,
@@ -95,10 +95,10 @@ class Recipe(Section):
             self.model.path,
             "model.path",
             self._temperature,
-            optim=actor.optim,
-            router_replay=actor.router_replay,
+            optim=None if is_fixed else actor.optim,
+            router_replay="off" if is_fixed else actor.router_replay,
             bootstraps=self.algorithm.bootstrap_truncated,
-            ema_decay=actor.ema_decay,
+            ema_decay=None if is_fixed else actor.ema_decay,
         )
 
     def _critic(self) -> RoleConfig:
@@ -117,6 +117,7 @@ class Recipe(Section):
             bootstraps=self.algorithm.bootstrap_truncated,
             value_head_init=critic.value_head_init,
             seed=self.trainer.seed,
+            histogram=critic.histogram,
         )
 
     def _reference(self) -> RoleConfig:
@@ -152,9 +153,20 @@ class Recipe(Section):
         return self.rollout.temperature or 1.0
 
     @property
+    def pretrains_value(self) -> bool:
+        """Whether the run trains the critic alone (``trainer.stage``)."""
+        return self.trainer.stage == "value_pretraining"
+
+    @property
+    def exported_role(self) -> str:
+        """Name of the role that is exported; also of its folder in the run folder."""
+        return "critic" if self.pretrains_value else "actor"
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the run needs a frozen reference: only KL terms read it."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        in_loss = self.actor.use_kl_loss and not self.pretrains_value
+        return self.algorithm.use_kl_in_reward or in_loss
 
     @property
     def uses_reward_section(self) -> bool:
@@ -163,13 +175,20 @@ class Recipe(Section):
 
     @property
     def needs_actor_logprobs(self) -> bool:
-        """Whether the actor computes the old log-probabilities, instead of using the engine's."""
+        """Whether the actor computes the old log-probabilities, instead of using the engine's.
+
+        The critic's loss reads them where tokens are weighed or rejected by them, or the reward
+        contains a KL.
+        """
         correction = self.algorithm.rollout_correction
         rejects = correction.rollout_rs != "off" or correction.rollout_token_veto_threshold
+        if self.pretrains_value:
+            corrects = rejects or correction.rollout_is != "off"
+            return bool(corrects or self.algorithm.use_kl_in_reward)
         return bool(not correction.bypass_mode or rejects or self.needs_full_kl)
 
     @property
     def needs_full_kl(self) -> bool:
         """Whether a KL term sums over the full vocabulary."""
         penalty = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty.startswith("full")
-        return penalty or self.actor.learns_full_kl
+        return penalty or (self.actor.learns_full_kl and not self.pretrains_value)

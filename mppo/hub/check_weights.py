@@ -15,7 +15,7 @@ from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files
 from mppo.weights.load import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
-from mppo.weights.shape import model_shape
+from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import CheckpointReader
@@ -31,7 +31,8 @@ def check_weights(role: RoleConfig, hf_config: Any) -> tuple[ConfigIssue, ...]:
         hf_config: transformers config of the role's model.
 
     Returns:
-        An issue if ``critic.value_head_init`` is set and the critic's model has a value head;
+        An issue if ``critic.value_head_init`` is not the default and the critic's model has a value
+        head;
         every other problem is raised.
 
     Raises:
@@ -43,7 +44,7 @@ def check_weights(role: RoleConfig, hf_config: Any) -> tuple[ConfigIssue, ...]:
     else:
         folder = Path(role.path).expanduser()
         companion_files(companion_folder(folder))
-        shape = model_shape(hf_config)
+        shape = model_shape(with_value_bins(hf_config, role.value_bins))
         table = parameter_table(shape)
         head = table.value_entry()
         if is_megatron_checkpoint(folder):
@@ -62,7 +63,7 @@ def check_weights(role: RoleConfig, hf_config: Any) -> tuple[ConfigIssue, ...]:
     if (
         isinstance(critic, CriticConfig)
         and has_head
-        and "value_head_init" in critic.model_fields_set
+        and critic.value_head_init != CriticConfig().value_head_init
     ):
         key, why = "critic.value_head_init", "has no effect: the critic's model has a value head"
         return (ConfigIssue(key, critic.value_head_init, why, "leave it out"),)

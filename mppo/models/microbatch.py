@@ -45,8 +45,8 @@ class MicroBatch:
     indices: tuple[int, ...]
 
     def scatter(self, x_N: Tensor) -> Tensor:
-        """Scatter response-token quantities ``[N]`` to the token axis ``[T]``, 0 elsewhere."""
-        x_T = torch.zeros(self.num_tokens, dtype=x_N.dtype, device=x_N.device)
+        """Scatter response-token quantities ``[N, ...]`` to the token axis, 0 elsewhere."""
+        x_T = x_N.new_zeros(self.num_tokens, *x_N.shape[1:])
         if len(self.index_N) == 0:
             return x_T + x_N.sum()
         return x_T.index_copy(0, self.index_N, x_N)

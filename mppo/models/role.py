@@ -31,7 +31,7 @@ from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.frozen import freeze_parameters
-from mppo.weights.shape import model_shape
+from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import parameter_table
 
 
@@ -62,6 +62,7 @@ class Role:
         total_steps: int = 1,
     ) -> None:
         self.settings, self.groups, self.layout = settings, groups, groups.layout
+        hf_config = with_value_bins(hf_config, settings.value_bins)
         self.folder, self.hf_config, self.dtype = folder, hf_config, DTYPES[settings.dtype]
         device.prepare_dtype(self.dtype)
         family = family_config(hf_config)
@@ -72,7 +73,13 @@ class Role:
             )
             padded_vocab = padded_vocab_size(vocab_size, self.layout.tp)
             self.stages: list[Stage] = build_stages(
-                family, self.config, self.layout, padded_vocab, groups.coordinates.pp, settings.head
+                family,
+                self.config,
+                self.layout,
+                padded_vocab,
+                groups.coordinates.pp,
+                settings.head,
+                settings.value_bins,
             )
             self.weights = RoleWeights(self.stages, hf_config, groups, settings, folder)
             self._freeze()

@@ -59,11 +59,14 @@ class Stage(GPTModel):
 
     Args:
         head: what the model ends in.
+        value_bins: outputs of a value head.
         family: architecture.
         args, kwargs: of ``GPTModel``.
     """
 
-    def __init__(self, *args, head: Head, family: FamilyConfig, **kwargs) -> None:
+    def __init__(
+        self, *args, head: Head, family: FamilyConfig, value_bins: int = 1, **kwargs
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.head = head
         self.uses_transformer_engine = uses_transformer_engine(family)
@@ -74,7 +77,7 @@ class Stage(GPTModel):
             self.embedding.position_embeddings.to(self.config.params_dtype)  # Megatron: float32
         if head == "value" and self.post_process:
             del self.output_layer
-            self.value_head = ValueHead(self.config)
+            self.value_head = ValueHead(self.config, value_bins)
 
     def _preprocess(self, *args, **kwargs):
         out = super()._preprocess(*args, **kwargs)
@@ -150,6 +153,7 @@ def build_stages(
     padded_vocab: int,
     pipeline_rank: int,
     head: Head,
+    value_bins: int = 1,
 ) -> list[Stage]:
     """Build this rank's chunks. The layout's groups must be active.
 
@@ -160,6 +164,7 @@ def build_stages(
         padded_vocab: vocabulary size, a multiple of the tensor-parallel size.
         pipeline_rank: this rank's pipeline stage.
         head: what the model ends in.
+        value_bins: outputs of a value head.
 
     Returns:
         ``layout.vpp`` chunks in virtual-stage order, on this rank's device, with Megatron's initial
@@ -181,6 +186,7 @@ def build_stages(
             post_process=last,
             vp_stage=vp_stage,
             head=head,
+            value_bins=value_bins,
             family=family,
             **gpt_kwargs,
         )

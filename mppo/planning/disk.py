@@ -18,7 +18,7 @@ def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
     """Bytes of one checkpoint.
 
     For every trained role: weights, moments, and master weights in float32 if the weights are
-    bfloat16. For the actor also the moving average and the Hugging Face folder.
+    bfloat16. For the exported role also the moving average and the Hugging Face folder.
 
     Args:
         recipe: the recipe.
@@ -30,8 +30,8 @@ def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
         if not plan.mini_batches:
             continue
         per_parameter = size + MOMENTS + (COPY if size < COPY else 0)
-        if plan.role.name == "actor":
-            per_parameter += COPY if recipe.actor.ema_decay is not None else 0
+        if plan.role.name == recipe.exported_role:
+            per_parameter += COPY if plan.role.ema_decay is not None else 0
             per_parameter += size if recipe.trainer.checkpoint_hf else 0
         total += plan.parameters * per_parameter
     return total

@@ -36,7 +36,7 @@ from mppo.planning.token_budgets import (
     token_cost,
     with_budgets,
 )
-from mppo.weights.shape import model_shape
+from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import Table, parameter_table
 
 
@@ -80,7 +80,7 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
     plans: list[RolePlan] = []
     for role in recipe.roles():
         own = hf_configs[role.name]
-        table = parameter_table(model_shape(own))
+        table = parameter_table(model_shape(with_value_bins(own, role.value_bins)))
         kind = model_kind(own, table.shape, experts_per_token(own))
         plans.append(_plan_role(recipe, role, world_size, table, kind))
     return plans

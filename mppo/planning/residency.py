@@ -97,7 +97,7 @@ def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:
         used[phase] = dict.fromkeys(group, FROZEN_PARTS)
     for phase, group in _phases(recipe, "update").items():
         used[phase] = dict.fromkeys(group, TRAINED_PARTS)
-    used[WEIGHT_SYNC] = {"actor": FROZEN_PARTS}
+    used[WEIGHT_SYNC] = dict.fromkeys(("actor", recipe.exported_role), FROZEN_PARTS)
     used[SAVE] = dict.fromkeys(trained, SAVED_PARTS)
     return used
 

@@ -19,7 +19,7 @@ from mppo.report.console import SampleRow, StepConsole
 from mppo.report.events import FILE as EVENTS
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
-from mppo.report.files import EXPERT_LOAD, METRICS, NONFINITE, PLOT, RECIPE, SAMPLES
+from mppo.report.files import CALIBRATION, EXPERT_LOAD, METRICS, NONFINITE, PLOT, RECIPE, SAMPLES
 from mppo.report.history import History, Metrics, metric_name, read_history
 from mppo.report.html.page import write_page
 from mppo.report.html.timelines import recorded_steps
@@ -28,6 +28,7 @@ from mppo.report.status import REPORT, RunState, Status, read_status, write_stat
 from mppo.report.summary import run_report
 from mppo.report.trackers.start import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
+from mppo.report.value_calibration import plot_calibration
 from mppo.report.warning_rules import course, current_warnings
 from mppo.safety.disk import flush, naming, replace_bytes, replace_text
 from mppo.safety.foreign_text import json_line
@@ -236,6 +237,7 @@ class Reporter:
     def _write_report(self, status: RunState) -> None:
         plot_run(self._history, self.run_dir / PLOT, self._name)
         plot_expert_load(self._history, self.run_dir / EXPERT_LOAD, self._name)
+        plot_calibration(self._history, self.run_dir / CALIBRATION, self._name)
         report = run_report(
             self._name,
             status,
@@ -251,7 +253,7 @@ class Reporter:
 
     def _send_pictures(self) -> None:
         """Pass the report's plots to trackers."""
-        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD)]
+        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
         for tracker in self._trackers:
             for path in filter(Path.is_file, drawn):
                 tracker.picture(self._last_step, path)

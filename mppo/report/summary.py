@@ -12,6 +12,7 @@ from mppo.report import history
 from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration
 from mppo.report.expert_load import load_rows
 from mppo.report.history import History
+from mppo.report.value_calibration import calibration_lines
 from mppo.report.warning_rules import warning_spans
 from mppo.safety.foreign_text import visible
 
@@ -45,6 +46,9 @@ def run_report(
     lines += ["", "![reward and KL](reward_kl.png)", "", *_figures(runs), *_phases(runs)]
     if load_rows(runs):
         lines += ["", "## Load of the experts", "", "![load of the experts](expert_load.png)"]
+    if calibration_lines(runs):
+        picture = "![values and returns](value_calibration.png)"
+        lines += ["", "## Calibration of the critic", "", picture]
     for step, rows in samples.items():
         cells = [row.cells() for row in rows]
         lines += ["", f"## Samples at step {step}", "", *markdown_table(cells)]

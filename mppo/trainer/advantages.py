@@ -15,6 +15,8 @@ from mppo.algos.advantages import (
     gae,
     length_adaptive_lambda,
     reward_to_go,
+    segment_credit,
+    tokens_after,
     turn_gae,
     turn_starts,
 )
@@ -292,7 +294,11 @@ def _advantages(
 def _gae_advantages(
     outputs: Outputs, algorithm: AlgorithmConfig, rewards_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE; with ``lam_value`` the value's target uses a lambda of its own."""
+    """GAE; with ``lam_value`` the value's target uses a lambda of its own.
+
+    ``segment_credit`` reduces the policy's advantages only: a sequence's values predict its own
+    reward.
+    """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.value_mask_T, batch.cu_seqlens
     values_T = torch.where(mask_T > 0, outputs.values_T, 0.0)
@@ -312,6 +318,10 @@ def _gae_advantages(
     advantages_T = estimated(lam)
     lam_value = algorithm.lam_value
     value_advantages_T = advantages_T if lam_value is None else estimated(lam_value)
+    if algorithm.segment_credit:
+        after_B = tokens_after(batch.response_B, batch.episodes.of_B)
+        credit_H = segment_credit(batch.here(after_B), algorithm.gamma, lam)
+        advantages_T = advantages_T * expand_to_tokens(credit_H, cu_seqlens).to(mask_T.dtype)
     # of a turn the critic learns the first token's only
     returns_T = (value_advantages_T + values_T) * states_T
     return advantages_T * batch.response_mask_T, returns_T

@@ -51,7 +51,7 @@ class ForwardPhase:
 
     def __init__(self, roles: Roles, batch: Batch) -> None:
         self._roles, self._batch = roles, batch
-        by_name = {role.name: role for role in (*roles.trained.values(), roles.ref) if role}
+        by_name = {role.name: role for role in (roles.actor, roles.critic, roles.ref) if role}
         groups = forward_groups(roles.recipe)
         self.passes: list[list[Role]] = [[by_name[name] for name in group] for group in groups]
         self._outputs: dict[str, Any] = {}

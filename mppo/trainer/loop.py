@@ -68,6 +68,9 @@ def train(run: Run) -> None:
         with suppress(StepInterrupted):  # the first step will be interrupted too
             run.reporter.log(0, validate(run, step=0))
         run.seconds.clear()
+    if run.gate_holds:  # a value pretraining that had ended: its critic is exported again
+        run.reporter.total_steps = done
+        return run.checkpoints.finish()
     for step in range(done + 1, run.total_steps + 1):
         run.checkpoints.before_step()
         try:
@@ -77,7 +80,8 @@ def train(run: Run) -> None:
             with run.stage("save_checkpoint", step):
                 run.checkpoints.abandon_step(step, reason)
             break
-        last = step == run.total_steps
+        last = step == run.total_steps or run.gate_holds
+        run.reporter.total_steps = step if last else run.total_steps
         if trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
             # a stop request may interrupt validation, but the step is done: after_step ends the run
             with suppress(StepInterrupted), rescuing(run, step, metrics):
@@ -87,7 +91,7 @@ def train(run: Run) -> None:
         run.callbacks.on_step(step, metrics)
         run.seconds.clear()
         with run.stage("save_checkpoint", step):
-            if run.checkpoints.after_step(step, last, metrics):
+            if run.checkpoints.after_step(step, last, metrics) or last:
                 break
 
 
@@ -152,7 +156,9 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     run.checkpoints.before_update()
     with run.stage("update", step), keeping_nonfinite_step(run, experience, step):
         actor_frozen = step <= recipe.trainer.critic_warmup
-        update = UpdatePhase(run.roles, experience, step, actor_frozen)
+        gate = run.roles.gate
+        held_out = gate is not None and gate.holds_out(step)
+        update = UpdatePhase(run.roles, experience, step, actor_frozen, critic_frozen=held_out)
         update.run()
         update_metrics = update.metrics()
     ahead_metrics = pause(run, step)
@@ -163,6 +169,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     kl = current_kl(outputs, algorithm)
     metrics = sampling_metrics | ahead_metrics | update_metrics
     metrics |= batch_metrics(rollout.batch, outputs, experience, step, recipe)
+    metrics |= {} if gate is None else gate.judge(step, metrics)
     metrics |= kl_metrics(kl, run.kl.coef, recipe.actor) | run.engine.sync_metrics()
     run.kl.update(kl, batch.num_sequences)
     return metrics | run_metrics(run, batch, step)
@@ -202,8 +209,8 @@ def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Itera
 
 def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """Times, sizes and counters of a step."""
-    roles, optimizer = run.roles, run.roles.actor.optimizer
-    assert optimizer is not None, "the actor learns"
+    roles, optimizer = run.roles, run.roles.exported.optimizer
+    assert optimizer is not None, "it learns"
     metrics = performance_metrics(batch, step, run.seconds, roles.seconds)
     metrics |= balance_metrics(batch.lengths_B.tolist(), roles.actor.layout.dp)
     metrics |= rank_metrics(probe_ms())

@@ -18,7 +18,7 @@ from torch import Tensor
 from mppo import register
 from mppo.algos import rollout_correction
 from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
-from mppo.batch.batch import Batch
+from mppo.batch.batch import Batch, EpisodeIndex
 from mppo.batch.episode import Episode
 from mppo.batch.gathers import gather_of, gather_table
 from mppo.batch.outputs import Experience, Outputs
@@ -31,6 +31,7 @@ from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
+from mppo.trainer.critic.calibration import calibration_metrics
 from mppo.trainer.selection import informative_sequences
 
 _ROUNDING = 1e-5
@@ -98,8 +99,9 @@ def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[
 
     ``critic/score/*`` are over episodes, ``critic/rewards/*`` over sequences (a sequence's reward
     is the sum of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
-    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``; absent if all
-    returns are equal.
+    ``critic/vf_explained_var`` is ``1 - var(returns - values) / var(returns)``, and
+    ``critic/vf_explained_var_by_episode`` the same with one weight for each episode, which its
+    tokens share; absent if all returns are equal.
     ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
     ``log pi - log pi_ref`` and ``-log pi``, averaged over episodes; ``objective/rlhf_reward`` is
     ``objective/scores + objective/non_score_reward``.
@@ -131,9 +133,7 @@ def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[
         metrics |= _mean_max_min(name, values)
     for name in ("advantages", "returns", "values"):
         metrics |= _moment_metrics(f"critic/{name}", moments[name])
-    explained = explained_variance(moments["errors"], moments["returns"])
-    if explained is not None:
-        metrics["critic/vf_explained_var"] = explained
+    metrics |= _explained(table["errors"], table["returns"], episodes)
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
     metrics |= _mean_max_min("response_length_non_aborted", length_B[present_B])
@@ -184,6 +184,28 @@ def _statistics(experience: Experience, gae_unit: str) -> dict[str, Tensor]:
     return table
 
 
+def _explained(errors_B: Tensor, returns_B: Tensor, episodes: EpisodeIndex) -> dict[str, float]:
+    """Explained variance with equal weights of tokens, and of episodes; {} where it is undefined.
+
+    Args:
+        errors_B: float64 ``[B, 5]``, moments of each sequence's ``returns - values``.
+        returns_B: float64 ``[B, 5]``, of its returns.
+        episodes: the sequences' episodes.
+    """
+    tokens_E = episodes.sum(returns_B[:, 0])
+    weights: dict[str, Tensor | None] = {
+        "critic/vf_explained_var": None,
+        "critic/vf_explained_var_by_episode": 1.0 / tokens_E.clamp(min=1.0)[episodes.of_B],
+    }
+    found: dict[str, float] = {}
+    for name, weight_B in weights.items():
+        errors, returns = (merged_moments(x_B, weight_B) for x_B in (errors_B, returns_B))
+        explained = explained_variance(errors, returns)
+        if explained is not None:
+            found[name] = explained
+    return found
+
+
 def explained_variance(errors: Moments, returns: Moments) -> float | None:
     """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl).
 
@@ -220,6 +242,18 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
         f"{name}/max": x.max().item(),
         f"{name}/min": x.min().item(),
     }
+
+
+def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
+    """``critic/calibration/*``: see ``calibration_metrics``; of the states that have a value.
+
+    Collective.
+    """
+    old, batch = experience.old, experience.old.batch
+    states_T = value_states(batch, gae_unit) * batch.response_mask_T
+    moments_H = sequence_moments(old.values_T, states_T, batch.cu_seqlens)
+    of_values = merged_moments(gather_of(batch).sequences(moments_H))
+    return calibration_metrics(old.values_T, experience.returns_T, states_T, batch, of_values)
 
 
 def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
@@ -460,6 +494,11 @@ def unscored(episodes: Sequence[Episode]) -> dict[str, float]:
 
 _OWN: dict[str, Metric] = {
     "experience": lambda data: experience_metrics(data.experience, data.recipe.algorithm.gae_unit),
+    "calibration": lambda data: (
+        calibration(data.experience, data.recipe.algorithm.gae_unit)
+        if data.recipe.algorithm.uses_critic
+        else {}
+    ),
     "scores": lambda data: score_metrics(data.scored, data.recipe),
     "mismatch": lambda data: mismatch_metrics(data.outputs, data.step),
 }

@@ -21,6 +21,7 @@ from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
 from mppo.rewards.reward_model.scale import RewardModelScale
 from mppo.supervision.phase import phase
+from mppo.trainer.critic.gate import value_gate
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.residency import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
@@ -36,7 +37,9 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
     """
     folders = _model_folders(recipe, folder)
     return {
-        role.name: describe_model(load_config(folders[role.name]), role.head, DTYPES[role.dtype])
+        role.name: describe_model(
+            load_config(folders[role.name]), role.head, DTYPES[role.dtype], role.value_bins
+        )
         for role in recipe.roles()
         if role.trained
     }
@@ -79,6 +82,7 @@ class Roles:
         placement: moves the roles' parts between device and host memory.
         slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
         reward_scale: scale of the reward model's scores; None without a reward model.
+        gate: of a value pretraining; None: the run is none.
         seconds: duration of each role's last forward pass and update.
     """
 
@@ -92,7 +96,7 @@ class Roles:
         text: PretrainingMix | None = None,
         table: Residency | None = None,
     ) -> None:
-        self.recipe, self.text = recipe, text
+        self.recipe, self.text, self.gate = recipe, text, value_gate(recipe)
         world = torch.distributed.get_world_size()
         folders = _model_folders(recipe, folder)
         configs = {name: load_config(where) for name, where in folders.items()}
@@ -131,7 +135,12 @@ class Roles:
     def trained(self) -> dict[str, Role]:
         """The trained roles by name, whose state a checkpoint holds."""
         roles = (self.actor, self.critic)
-        return {role.name: role for role in roles if role is not None}
+        return {role.name: role for role in roles if role is not None and role.settings.trained}
+
+    @property
+    def exported(self) -> Role:
+        """The role that is exported: the actor, in value pretraining the critic."""
+        return self.trained[self.recipe.exported_role]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint besides models and optimizers."""
@@ -141,6 +150,7 @@ class Roles:
             "text": None if self.text is None else self.text.state_dict(),
             "reward_scale": None if self.reward_scale is None else self.reward_scale.state_dict(),
             "slot_balance": None if self.slot_balance is None else self.slot_balance.state_dict(),
+            "gate": None if self.gate is None else self.gate.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +159,8 @@ class Roles:
             self.text.load_state_dict(state["text"])
         if self.slot_balance is not None and state.get("slot_balance"):
             self.slot_balance.load_state_dict(state["slot_balance"])
+        if self.gate is not None and state.get("gate"):
+            self.gate.load_state_dict(state["gate"])
         if self.reward_scale is not None:
             self.reward_scale.load_state_dict(state.get("reward_scale"))
         self.skipped_steps = int(state["skipped_steps"])

@@ -43,7 +43,7 @@ class PendingRollout:
 
 @contextmanager
 def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
-    """Inside the context the weights of the actor are on the device, where an export reads them.
+    """Inside the context the weights that an export reads are on the device.
 
     If they come from host memory, the engine releases its memory before; it gets the weights again
     when it next generates.
@@ -87,6 +87,11 @@ class Run:
 
     def __post_init__(self) -> None:
         self.early = EarlyScores(self.scorer)
+
+    @property
+    def gate_holds(self) -> bool:
+        """Whether the run is a value pretraining whose gate holds."""
+        return self.roles.gate is not None and self.roles.gate.holds
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:

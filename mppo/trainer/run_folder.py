@@ -38,6 +38,7 @@ from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
 from mppo.report.events import FILE as EVENTS
 from mppo.report.files import (
+    CALIBRATION,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
@@ -55,23 +56,24 @@ from mppo.safety.disk import MARKER, Damaged, Files, free_name, read_marker, set
 from mppo.safety.redact import redact
 from mppo.supervision.first_rank import on_first_rank
 
-ACTOR, AVERAGE, WARM_START, HF, CHECKPOINTS = (
-    "actor", "actor_ema", "warm_start", "hf", "checkpoints",
+ACTOR, AVERAGE, CRITIC, WARM_START, HF, CHECKPOINTS = (
+    "actor", "actor_ema", "critic", "warm_start", "hf", "checkpoints",
 )  # fmt: skip
 PROFILE = "profile"
-_PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD)
+_PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD, CALIBRATION)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
-    CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, NONFINITE, "stacks", "tensorboard", "wandb",
-    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, EVENTS, *_PAGES, STATUS,
-    RECIPE, *_NUMBERS,
+    CHECKPOINTS, ACTOR, AVERAGE, CRITIC, WARM_START, HF, NONFINITE, "stacks", "tensorboard",
+    "wandb", "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, EVENTS, *_PAGES,
+    STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
 so they go last."""
 _TRAINING = frozenset(
     {
         "total_epochs", "total_training_steps", "warm_start_steps", "warm_start_batch_size",
-        "warm_start_lr", "critic_warmup", "replay", "seed", "plugins",
+        "warm_start_lr", "critic_warmup", "replay", "seed", "plugins", "stage",
+        "value_gate",
     }
 )  # fmt: skip
 """Keys of ``trainer`` that change the training itself; the others set where and how often a run
@@ -88,7 +90,7 @@ class Earlier:
     Args:
         steps: steps of the checkpoints, newest first.
         finished: number of steps of the finished run; 0 if none has finished.
-        exported: whether the folder holds an exported actor.
+        exported: whether the folder holds what a run exports at its end.
         results: whether the folder holds metrics or samples.
         recipe: content of recipe.yaml; None if it is missing or unreadable.
     """
@@ -118,7 +120,7 @@ def read_earlier(folder: Path) -> Earlier:
     return Earlier(
         steps=tuple(step for p in checkpoints if (step := folders.step_of(p)) is not None),
         finished=finished_steps(folder),
-        exported=(folder / ACTOR).is_dir(),
+        exported=any((folder / name).is_dir() for name in (ACTOR, CRITIC)),
         results=any(path.is_file() and path.stat().st_size for path in numbers),
         recipe=_read_recipe(folder / RECIPE),
     )
@@ -280,7 +282,7 @@ class RunFolder:
                 if (folders.step_of(path) or 0) > step:
                     moved.append(f"{parent}/{path.name}")
         if moved or self._earlier.finished > step:
-            moved += [name for name in (ACTOR, AVERAGE) if (self.path / name).exists()]
+            moved += [name for name in (ACTOR, AVERAGE, CRITIC) if (self.path / name).exists()]
             dumps = step_folders(self.path / ROLLOUTS).items()
             moved += [f"{ROLLOUTS}/{path.name}" for number, path in sorted(dumps) if number > step]
         pages = (*_NUMBERS, *_PAGES, RECIPE)
@@ -363,7 +365,7 @@ def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
     """Find initial models that this run would overwrite."""
     trainer = recipe.trainer
     outputs = {
-        ACTOR: trainer.export_hf,
+        recipe.exported_role: trainer.export_hf,
         AVERAGE: trainer.export_hf and recipe.actor.ema_decay is not None,
         WARM_START: trainer.warm_start_steps > 0,
         HF: trainer.checkpoint_hf,

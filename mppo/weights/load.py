@@ -98,11 +98,12 @@ def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
     table = parameter_table(shape)
     expected = table.hf_shapes()
     extras, unknown = [], []
-    (score,), (one_label,) = table.value_entry().hf, table.value_entry().row.shapes
-    if score in source.tensors and source.shape(score) != one_label:
+    (score,), (needed,) = table.value_entry().hf, table.value_entry().row.shapes
+    if score in source.tensors and source.shape(score) != needed:
         raise InputError(
             f"{source.path}: {score} has shape {list(source.shape(score))}, but a value head has "
-            f"{list(one_label)}; use a reward model with one label (num_labels=1)"
+            f"{list(needed)}; use a reward model with one label (num_labels=1), or for a critic "
+            "with a histogram of values the critic.value_loss and critic.hl_gauss.bins it had"
         )
     projection = f"{hf_names(shape.model_type).head}.weight"
     for name in source.tensors:

@@ -113,8 +113,8 @@ def _heads(shape: ModelShape, names: HFNames) -> list[Row]:
             "vocab", 0, "output", alias_of=_EMBEDDING if shape.tied else None,
         ),
         Row(
-            "value_head.weight", ("score.weight",), ((1, shape.hidden),), where="value",
-            optional=True,
+            "value_head.weight", ("score.weight",), ((shape.value_bins, shape.hidden),),
+            where="value", optional=True,
         ),
     ]  # fmt: skip
 

@@ -22,6 +22,7 @@ from mppo.weights.hf.output_folder import (
     write_index,
     write_tensor,
 )
+from mppo.weights.shape import model_shape
 from mppo.weights.stream import Groups, WeightStream
 
 
@@ -101,6 +102,7 @@ def _write_companions(
     building: Path, hf_config: Any, source: str | Path | None, dtype: torch.dtype
 ) -> None:
     if source is not None:
-        copy_companions(Path(source), building, dtype)
+        bins = model_shape(hf_config).value_bins
+        copy_companions(Path(source), building, dtype, bins)
     else:
         hf_config.save_pretrained(building)

@@ -6,6 +6,7 @@ Arithmetic on a config object (attributes as in transformers), without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ QKV_BIAS_KEYS = {
     "glm4_moe": ("attention_bias", False),
 }
 """The key of config.json for biases of queries, keys and values, and its default."""
+VALUE_BINS = "value_bins"
+"""mppo's key of config.json for the outputs of a value head; absent: 1."""
 _POSITION_OFFSET = 2
 """Rows of OPT's learned positions before that of the first token."""
 
@@ -55,7 +58,8 @@ class ModelShape:
     experts together (0: none). ``extra_layers`` is the number of multi-token-prediction layers
     stored after the decoder (``model.layers.{num_layers + i}``). ``biases``: all linear layers and
     norms have a bias. ``positions`` is the number of learned positions (0: none), of which the
-    first ``position_offset`` belong to no token.
+    first ``position_offset`` belong to no token. ``value_bins`` is the number of a value head's
+    outputs.
     """
 
     model_type: str
@@ -82,6 +86,7 @@ class ModelShape:
     positions: int = 0
     position_offset: int = 0
     mla: MLAShape | None = None
+    value_bins: int = 1
 
 
 def refuse(key: str, value: Any, why: str, fix: str) -> InputError:
@@ -224,8 +229,18 @@ def model_shape(hf_config: Any) -> ModelShape:
         biases=plain,
         **(_learned_positions(hf_config) if learned else {}),
         mla=mla,
+        value_bins=getattr(hf_config, VALUE_BINS, 1),
         **(_expert_sizes(hf_config) if any(sparse) else {}),
     )
+
+
+def with_value_bins(hf_config: Any, bins: int) -> Any:
+    """A transformers config of the same model with this many outputs of its value head."""
+    if getattr(hf_config, VALUE_BINS, 1) == bins:
+        return hf_config
+    changed = copy(hf_config)
+    setattr(changed, VALUE_BINS, bins)
+    return changed
 
 
 def _learned_positions(hf_config: Any) -> dict[str, int]:

@@ -117,7 +117,8 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
     """``loss_of``, asserting that training gives the forward pass's outputs: a ratio of 1."""
 
     def loss(outputs, indices):
-        for output, complete in zip(tensors_of(outputs), before, strict=True):
+        # in training a histogram of values has its logits, too
+        for output, complete in zip(tensors_of(outputs), before):
             expected = select_sequences(complete, batch.cu_seqlens, list(indices))
             found = output.detach().float().cpu()
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)

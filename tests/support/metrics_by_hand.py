@@ -97,8 +97,12 @@ def _scores(dumped: DumpedStep) -> dict[str, float]:
     if max(returns) - min(returns) > 1e-5 * max(map(abs, [*returns, *errors])):
         share = _variance(errors) / (_variance(returns) + 1e-5)
         explained["critic/vf_explained_var"] = 1 - share
+        left_T = stored.returns_T - stored.old.values_T
+        left, whole = (_variance_of_episodes(dumped.tokens(x)) for x in (left_T, stored.returns_T))
+        explained["critic/vf_explained_var_by_episode"] = 1 - left / (whole + 1e-5)
     return {
         **explained,
+        **_calibration(values, returns),
         **_range("critic/score", scores),
         **_range("critic/rewards", rewards),
         **_range("critic/advantages", _flat(dumped.tokens(stored.advantages_T))),
@@ -112,6 +116,28 @@ def _scores(dumped: DumpedStep) -> dict[str, float]:
         "objective/scores": _mean(scores),
         "objective/rlhf_reward": _mean(rewards),
     }
+
+
+def _calibration(values: list[float], returns: list[float]) -> dict[str, float]:
+    """Mean value and return of each tenth of the tokens; those of one thousandth of the range of
+    values are in one tenth."""
+    low, width = min(values), (max(values) - min(values)) / 1000
+    cells: dict[int, list[int]] = {}
+    for token, value in enumerate(values):
+        cells.setdefault(min(int((value - low) / width), 999), []).append(token)
+    groups: dict[int, list[int]] = {}
+    before = 0
+    for _, tokens in sorted(cells.items()):
+        middle = (before + len(tokens) / 2) / len(values)
+        groups.setdefault(int(10 * middle), []).extend(tokens)
+        before += len(tokens)
+    found, error = {}, 0.0
+    for number, tokens in groups.items():
+        value, target = (_mean([x[t] for t in tokens]) for x in (values, returns))
+        found[f"critic/calibration/value/{number}"] = value
+        found[f"critic/calibration/return/{number}"] = target
+        error += abs(target - value) * len(tokens) / len(values)
+    return {**found, "critic/calibration/error": error}
 
 
 def _lengths(dumped: DumpedStep, longest_prompt: int) -> dict[str, float]:
@@ -234,6 +260,14 @@ def _mean(values: Iterable[float]) -> float:
 
 def _variance(values: Sequence[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).var())
+
+
+def _variance_of_episodes(responses: Sequence[Sequence[float]]) -> float:
+    """Variance of tokens that share the weight 1 of their response."""
+    filled = [each for each in responses if each]
+    mean = _mean([_mean(each) for each in filled])
+    squares = [_mean([(x - mean) ** 2 for x in each]) for each in filled]
+    return sum(squares) / (len(filled) - 1)
 
 
 def _range(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -138,7 +138,7 @@ def test_reward_to_go_is_the_discounted_sum():
 def test_length_adaptive_lambda():
     lam = length_adaptive_lambda(torch.tensor([0.0, 10.0, 100.0, 2000.0]), 0.05)
     # 1 - 1 / max(alpha n, 1): 0 for the empty and the short ones
-    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.8, 0.99]))
+    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.8, 0.99], dtype=torch.float64))
 
 
 def reference_turn_gae(rewards, values, mask, cu_seqlens, gamma, lam):

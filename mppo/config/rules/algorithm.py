@@ -94,10 +94,14 @@ def bootstrap_agrees_with_rewards(context: RuleContext) -> Iterator[ConfigIssue]
         yield ConfigIssue(key, True, why, "set one of the two to false")
 
 
-@rule("algorithm.gae_unit", "algorithm.lam_length_adaptive_alpha")
+@rule("algorithm.gae_unit", "algorithm.lam_length_adaptive_alpha", "algorithm.segment_credit")
 def lambda_by_length_counts_tokens(context: RuleContext) -> Iterator[ConfigIssue]:
-    """A lambda by the number of tokens does not suit a GAE over turns."""
+    """A lambda or a credit by the number of tokens does not suit a GAE over turns."""
     algorithm = context.recipe.algorithm
+    if algorithm.segment_credit and algorithm.gae_unit == "turn":
+        why = "counts the tokens after a segment, but algorithm.gae_unit = turn"
+        fix = "set it to false, or gae_unit to token"
+        yield ConfigIssue("algorithm.segment_credit", True, why, fix)
     alpha = algorithm.lam_length_adaptive_alpha
     if alpha is not None and algorithm.gae_unit == "turn":
         why = "is a horizon in tokens, but algorithm.gae_unit = turn"
@@ -120,6 +124,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
         "actor.policy_loss.loss_mode",
         ("kl_cov",),
     ),
+    ("critic.hl_gauss", ("bins", "min", "max", "sigma_ratio"), "critic.value_loss", ("hl_gauss",)),
     ("algorithm.pf_ppo", ("reweight_method", "weight_pow"), "algorithm.use_pf_ppo", (True,)),
     (
         _CORRECTION,
@@ -134,7 +139,9 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
 but 0)."""
 
 
-@rule("actor.policy_loss", "algorithm.pf_ppo", "algorithm.use_pf_ppo", _CORRECTION, "reward")
+@rule(
+    "actor.policy_loss", "algorithm.pf_ppo", "algorithm.use_pf_ppo", _CORRECTION, "reward", "critic"
+)
 def options_need_their_method(context: RuleContext) -> Iterator[ConfigIssue]:
     """Options of a loss, resampling, correction or penalty are refused if it is off."""
     for prefix, names, switch, on_values in _OPTIONS:

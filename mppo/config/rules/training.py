@@ -93,7 +93,7 @@ def reference_path_needs_kl(context: RuleContext) -> Iterator[ConfigIssue]:
         )
 
 
-@rule("algorithm", "trainer.critic_warmup", "critic.path")
+@rule("algorithm", "trainer.critic_warmup", "trainer.stage", "critic.path")
 def critic_keys_need_a_critic(context: RuleContext) -> Iterator[ConfigIssue]:
     """Keys of the critic need an estimator that trains one."""
     if context.recipe.algorithm.uses_critic:
@@ -102,15 +102,49 @@ def critic_keys_need_a_critic(context: RuleContext) -> Iterator[ConfigIssue]:
     fix = "leave it out, or set adv_estimator to gae"
     if context.recipe.trainer.critic_warmup:
         yield ConfigIssue("trainer.critic_warmup", context.recipe.trainer.critic_warmup, why, fix)
+    if context.recipe.pretrains_value:
+        fixed = "set algorithm.adv_estimator to gae, or this key to ppo"
+        yield ConfigIssue("trainer.stage", context.recipe.trainer.stage, why, fixed)
     if context.recipe.critic.path:
         yield ConfigIssue("critic.path", context.recipe.critic.path, why, fix)
     for name in (
         "lam_value", "lam_length_adaptive_alpha", "score_after_end", "bootstrap_truncated",
-        "gae_unit",
+        "gae_unit", "segment_credit",
     ):  # fmt: skip
         value = getattr(context.recipe.algorithm, name)
         if value not in (None, False, "token"):
             yield ConfigIssue(f"algorithm.{name}", value, why, fix)
+
+
+@rule("critic.value_loss", "critic.hl_gauss", "critic.cliprange_value", "algorithm")
+def histogram_of_values_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
+    """A critic's histogram has a range, and a loss without a clipped value."""
+    critic = context.recipe.critic
+    if critic.value_loss != "hl_gauss":
+        return
+    if not context.recipe.algorithm.uses_critic:
+        why = f"algorithm.adv_estimator = {context.recipe.algorithm.adv_estimator} trains no critic"
+        yield ConfigIssue("critic.value_loss", "hl_gauss", why, "leave it out")
+    if critic.hl_gauss.min >= critic.hl_gauss.max:
+        why = f"is not above critic.hl_gauss.min = {critic.hl_gauss.min:g}"
+        fix = "give the range of returns, such as 0 and 1 for scores of 0 and 1"
+        yield ConfigIssue("critic.hl_gauss.max", critic.hl_gauss.max, why, fix)
+    if critic.cliprange_value not in (None, type(critic)().cliprange_value):
+        why = "has no meaning for critic.value_loss = hl_gauss, a cross-entropy"
+        fix = "set it to null, or value_loss to mse"
+        yield ConfigIssue("critic.cliprange_value", critic.cliprange_value, why, fix)
+
+
+@rule("trainer.stage", "trainer.value_gate")
+def value_gate_needs_its_stage(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Only value pretraining has a gate."""
+    trainer = context.recipe.trainer
+    defaults = type(trainer.value_gate)()
+    for name in type(defaults).model_fields:
+        value = getattr(trainer.value_gate, name)
+        if trainer.stage == "ppo" and value != getattr(defaults, name):
+            why, fix = "has no effect with trainer.stage = ppo", "set stage to value_pretraining"
+            yield ConfigIssue(f"trainer.value_gate.{name}", value, why, f"{fix}, or leave it out")
 
 
 @rule("actor.loss_agg_mode", "actor.loss_scale_factor")

@@ -106,7 +106,8 @@ class AlgorithmConfig(Section):
     """Rewards, advantages and corrections. docs/algorithms.md has the formulas."""
 
     preset: Literal[
-        "verl", "trl", "deepspeed_chat", "openrlhf", "sao", "vapo", "vc_ppo", "turn_ppo"
+        "verl", "trl", "deepspeed_chat", "openrlhf", "sao", "vapo", "vc_ppo", "turn_ppo",
+        "compaction_rl",
     ] | None = None  # fmt: skip
     """Take another system's defaults, or a paper's settings, for keys that the recipe does not set.
     null: mppo's own defaults."""
@@ -124,6 +125,9 @@ class AlgorithmConfig(Section):
     gae_unit: Literal["token", "turn"] = "token"
     """Steps of GAE: tokens, or turns of a conversation. With turns the critic learns one value per
     turn, at its first token, and all tokens of a turn have its advantage (Turn-PPO)."""
+    segment_credit: bool = False
+    """Of an episode of several sequences (segments of a conversation that was compacted), multiply
+    the advantages of each by (gamma lambda)^N, with N tokens generated after it (CompactionRL)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the standard deviation of their group."""
     f_norm: float = Field(default=1.0, gt=0)

@@ -7,10 +7,10 @@ from typing import Literal
 
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
-from mppo.config.sections.roles import BatchingConfig, ValueHeadInit
+from mppo.config.sections.roles import BatchingConfig, HLGaussConfig, ValueHeadInit
 
 Head = Literal["policy", "value"]
-"""A vocabulary projection, or one number per token."""
+"""A vocabulary projection, or a value per token."""
 Replay = Literal["off", "R2", "R3"]
 
 
@@ -35,6 +35,7 @@ class RoleConfig:
         ema_decay: decay of the moving average of the weights; None: no average.
         value_head_init: distribution of a value head that the model lacks.
         seed: seed of that value head.
+        histogram: of a critic's values; None: a value head gives one number.
     """
 
     name: str
@@ -52,6 +53,7 @@ class RoleConfig:
     ema_decay: float | None = None
     value_head_init: ValueHeadInit = "inverse_hidden"
     seed: int = 0
+    histogram: HLGaussConfig | None = None
 
     @property
     def trained(self) -> bool:
@@ -65,6 +67,11 @@ class RoleConfig:
         return int(self.name == "reward_model" or self.bootstraps)
 
     @property
+    def value_bins(self) -> int:
+        """Outputs of its value head."""
+        return 1 if self.histogram is None else self.histogram.bins
+
+    @property
     def head(self) -> Head:
-        """Whether the model ends in a vocabulary projection or in one number per token."""
+        """Whether the model ends in a vocabulary projection or in a value per token."""
         return "value" if self.name in ("critic", "reward_model") else "policy"

@@ -138,6 +138,19 @@ class ActorConfig(BatchingConfig):
         return self.use_kl_loss and self.kl_loss_type.startswith("full")
 
 
+class HLGaussConfig(Section):
+    """The histogram of values of the loss ``hl_gauss``."""
+
+    bins: int = Field(default=51, gt=1, le=4096)
+    """Bins, each an output of the value head."""
+    min: float = 0.0
+    """Lower end of the first bin. Returns below it are learnt as it."""
+    max: float = 1.0
+    """Upper end of the last bin. Returns above it are learnt as it."""
+    sigma_ratio: float = Field(default=0.75, gt=0)
+    """Standard deviation of a target's normal distribution, in widths of a bin."""
+
+
 class CriticConfig(BatchingConfig):
     """The value model: update, optimizer and layout. Built for ``algorithm.adv_estimator: gae``."""
 
@@ -157,8 +170,13 @@ class CriticConfig(BatchingConfig):
     freeze: tuple[str, ...] = ()
     """Regular expressions; parameters in whose Hugging Face names one of them occurs are not
     trained and have neither gradients nor optimizer states (SAO: [self_attn], the attention)."""
+    value_loss: Literal["mse", "hl_gauss"] = "mse"
+    """mse: squared error of one number. hl_gauss: cross-entropy of a histogram against the return's
+    normal distribution; the value is the histogram's mean (Farebrother et al. 2024)."""
+    hl_gauss: HLGaussConfig = HLGaussConfig()
+    """The histogram of the loss ``hl_gauss``."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
-    """Clip range of the value around the old value. null: no clipping."""
+    """Clip range of the value around the old value, for the loss ``mse``. null: no clipping."""
     value_loss_coef: float = Field(default=1.0, gt=0)
     """Coefficient of the value loss."""
     loss_agg_mode: LossAggMode = "token-mean"
@@ -170,6 +188,11 @@ class CriticConfig(BatchingConfig):
     """The critic's layout and Megatron-Core options."""
     router_replay: Literal["off", "R2"] = "off"
     """R2: the update uses the experts of the pass that computed the old values."""
+
+    @property
+    def histogram(self) -> HLGaussConfig | None:
+        """The histogram of values; None: the value head gives one number."""
+        return self.hl_gauss if self.value_loss == "hl_gauss" else None
 
 
 class RefConfig(Section):

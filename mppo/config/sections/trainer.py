@@ -12,6 +12,17 @@ from mppo.config.sections.section import Section
 from mppo.config.sections.timeline import TimelineConfig
 
 
+class ValueGateConfig(Section):
+    """When value pretraining ends: its explained variance, over one batch after another."""
+
+    explained_var: float = Field(default=0.5, ge=0, lt=1)
+    """Explained variance of a batch's returns that the critic must reach, over tokens and over
+    episodes of equal weight. A batch whose returns are all equal has none and does not count."""
+    batches: int = Field(default=3, gt=0)
+    """Batches in a row that must reach it. Each is judged before the critic learns it; of
+    ``trainer.replay`` the last ones are held out for it."""
+
+
 class TrainerConfig(Section):
     """The run: how long, how often, where to."""
 
@@ -64,8 +75,8 @@ class TrainerConfig(Section):
     """Metric whose best checkpoint is kept too, with a link ``best`` to it: the highest, or with
     ``-name`` the lowest. null: none."""
     checkpoint_hf: bool = False
-    """Also export the actor with every checkpoint, as a Hugging Face folder
-    ``hf/global_step_N``."""
+    """Also export the actor (in value pretraining the critic) with every checkpoint, as a Hugging
+    Face folder ``hf/global_step_N``."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Start from the newest complete checkpoint of the run folder (auto), from the beginning
     (disable), or from ``resume_from_path``."""
@@ -78,9 +89,16 @@ class TrainerConfig(Section):
     """For training prompts or plain text of another content than the checkpoint was trained on:
     refuse to resume, or continue at the same position of the new content."""
     export_hf: bool = True
-    """Export the actor at the end of the run, as a Hugging Face folder."""
+    """Export the actor (in value pretraining the critic) at the end of the run, as a Hugging Face
+    folder."""
     critic_warmup: int = Field(default=0, ge=0)
     """First PPO steps in which only the critic is trained."""
+    stage: Literal["ppo", "value_pretraining"] = "ppo"
+    """value_pretraining: only the critic is trained, until ``value_gate`` holds. The actor stays as
+    it is and has no optimizer; what is exported, as ``<run>/critic``, is the critic, from which a
+    run starts with ``critic.path`` (docs/algorithms.md)."""
+    value_gate: ValueGateConfig = ValueGateConfig()
+    """When value pretraining ends."""
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"], ...] = (
         "console",
         "jsonl",

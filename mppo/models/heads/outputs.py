@@ -33,9 +33,12 @@ class ValueOutputs:
 
     Args:
         values_T: value of the state before token t, float32 ``[T]``.
+        logits_KT: in training, logits of the bins of a histogram of values, float32 ``[K, T]``;
+            None: in a pass without gradients, or the value head gives one number.
     """
 
     values_T: Tensor
+    logits_KT: Tensor | None = None
 
 
 HeadOutputs = PolicyOutputs | ValueOutputs
@@ -65,8 +68,7 @@ def stack_outputs(outputs: HeadOutputs) -> Tensor:
 
 def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
     """The inverse of :func:`stack_outputs`, for a model that ends in ``head``."""
-    kind = PolicyOutputs if head == "policy" else ValueOutputs
-    return kind(*rows_kT)
+    return PolicyOutputs(*rows_kT) if head == "policy" else ValueOutputs(*rows_kT)
 
 
 def num_outputs(head: Head, with_full_kl: bool) -> int:

@@ -8,10 +8,11 @@ import torch
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from mppo.algos.value_loss import bin_edges, expected_value
 from mppo.batch.batch import Sequences
 from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
-from mppo.models.heads.outputs import HeadOutputs, unstack_outputs
+from mppo.models.heads.outputs import HeadOutputs, ValueOutputs, unstack_outputs
 from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
 from mppo.models.microbatch import MicroBatch
 from mppo.models.mini_batch import PassInputs
@@ -53,12 +54,11 @@ class RoleHead:
             inputs: inputs of the pass besides the tokens.
         """
         if self._role.head == "value":
-            values = self._chunk.value_head(hidden[:, 0])
-            values = gather_values(values, self._sequence_parallel)
-            outputs_N = [self._select(values, microbatch)]
-        else:
-            outputs_N = self._policy_outputs(hidden, microbatch, batch, inputs)
-        return self._scatter(outputs_N, microbatch)
+            raw = gather_values(self._chunk.value_head(hidden[:, 0]), self._sequence_parallel)
+            return self._value_outputs(self._select(raw, microbatch), microbatch)
+        outputs_N = self._policy_outputs(hidden, microbatch, batch, inputs)
+        rows_kT = torch.stack([microbatch.scatter(x_N) for x_N in outputs_N])
+        return unstack_outputs("policy", self._complete(rows_kT, microbatch))
 
     def predicting_states(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
         """Hidden states that predict a response token ``[N, hidden]``."""
@@ -134,13 +134,25 @@ class RoleHead:
         assert keep is not None, "microbatch.cut sets it"
         return rows_t.index_select(0, keep)
 
-    def _scatter(self, outputs_N: list[Tensor], microbatch: MicroBatch) -> HeadOutputs:
-        """Scatter to the ``T`` tokens of the micro-batch, and sum over the context-parallel ranks.
+    def _value_outputs(self, raw_NK: Tensor, microbatch: MicroBatch) -> ValueOutputs:
+        """Values, and for a loss the logits of their histogram, from the value head's outputs."""
+        histogram = self._role.histogram
+        rows_Nk, has_logits = raw_NK, False
+        if histogram is not None:
+            edges = bin_edges(histogram.min, histogram.max, histogram.bins)
+            rows_Nk = expected_value(raw_NK, edges.to(raw_NK.device))[:, None]
+            has_logits = torch.is_grad_enabled()
+            if has_logits:
+                rows_Nk = torch.cat([rows_Nk, raw_NK], 1)
+        rows_kT = self._complete(microbatch.scatter(rows_Nk).T.contiguous(), microbatch)
+        return ValueOutputs(rows_kT[0], rows_kT[1:] if has_logits else None)
+
+    def _complete(self, rows_kT: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Sum rows on the tokens of the micro-batch over the context-parallel ranks.
 
         Every rank of the group then computes the loss of all tokens; its gradient reaches only the
         outputs computed here, so gradients add up over the group.
         """
-        rows_kT = torch.stack([microbatch.scatter(x_N) for x_N in outputs_N])
         if self._groups.layout.cp > 1 and microbatch.num_tokens:
-            rows_kT = reduce_from_tensor_model_parallel_region(rows_kT, self._groups.cp)
-        return unstack_outputs(self._role.head, rows_kT)
+            return reduce_from_tensor_model_parallel_region(rows_kT, self._groups.cp)
+        return rows_kT

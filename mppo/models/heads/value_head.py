@@ -17,11 +17,16 @@ INITIALIZER_RANGE = 0.02
 
 
 class ValueHead(torch.nn.Module):
-    """One linear output per token without bias, computed in float32; zero before :meth:`draw`."""
+    """Linear outputs per token without bias, computed in float32; zero before :meth:`draw`.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        config: the Megatron configuration.
+        bins: outputs: 1 is a value, more are the logits of a histogram of values.
+    """
+
+    def __init__(self, config: TransformerConfig, bins: int = 1) -> None:
         super().__init__()
-        initial = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        initial = torch.zeros(bins, config.hidden_size, dtype=config.params_dtype)
         self.weight = torch.nn.Parameter(initial)
         mark_sequence_parallel(self.weight, config)
 
@@ -39,8 +44,8 @@ class ValueHead(torch.nn.Module):
         self.weight.copy_(std * torch.randn(self.weight.shape, generator=generator))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values of hidden states ``[t, hidden]``: float32 ``[t]``."""
-        return (hidden.float() @ self.weight.float().t())[:, 0]
+        """Outputs for hidden states ``[t, hidden]``: float32 ``[t, bins]``."""
+        return hidden.float() @ self.weight.float().t()
 
 
 def initial_std(init: ValueHeadInit, hf_config: Any) -> float:

@@ -222,7 +222,8 @@ def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
 
 
 def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
-    """Gather values over the tensor-parallel ranks, from those of their own tokens: ``[T]``."""
+    """Gather the value head's outputs ``[t, bins]`` over the tensor-parallel ranks, from those of
+    their own tokens: ``[T, bins]``."""
     if not sequence_parallel:
         return values
     return tensor_parallel.gather_from_sequence_parallel_region(

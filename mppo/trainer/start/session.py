@@ -39,11 +39,14 @@ class RunResult:
         folder: the run folder; ``mppo.read_run`` reads it.
         steps: PPO steps that are done, those of earlier starts included.
         metrics: of the last step; empty if this start made none of an unfinished run.
+        gate_held: whether the gate of a value pretraining held; None: the run is none, or was
+            stopped before its end.
     """
 
     folder: Path
     steps: int
     metrics: Mapping[str, float]
+    gate_held: bool | None = None
 
 
 def train_and_export(
@@ -93,7 +96,7 @@ def train_and_export(
                     exit_report.say("stopped before the first step: nothing to save")
                 return RunResult(trainer.run_dir, 0, {})
             if run is None:
-                return _finished(trainer.run_dir)
+                return _finished(recipe)
             try:
                 with heartbeat.report_failures():  # at once: run.stop() may take long
                     train(run)
@@ -101,25 +104,44 @@ def train_and_export(
                     run.callbacks.on_end()
             finally:
                 run.stop()
-    return RunResult(trainer.run_dir, *run.last)
+    return RunResult(trainer.run_dir, *run.last, _gate_held(run))
 
 
-def _finished(folder: Path) -> RunResult:
+def _finished(recipe: Recipe) -> RunResult:
     """The result of a run that had finished before."""
+    folder = recipe.trainer.run_dir
     rows = read_run(folder).metrics
     metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
-    return RunResult(folder, finished_steps(folder), metrics)
+    held = None
+    if recipe.pretrains_value:
+        from mppo.trainer.critic.gate import IN_A_ROW
+
+        held = metrics.get(IN_A_ROW, 0.0) >= recipe.trainer.value_gate.batches
+    return RunResult(folder, finished_steps(folder), metrics, held)
+
+
+def _gate_held(run: Run) -> bool | None:
+    """Whether the gate of a value pretraining held, said on the first rank."""
+    gate = run.roles.gate
+    if gate is None or run.checkpoints.stopped_early:
+        return None
+    from mppo.trainer.critic.gate import describe_end
+
+    if run.reporter.is_main:
+        exit_report.say(describe_end(gate, run.recipe, *run.last))
+    return gate.holds
 
 
 def _export(run: Run) -> None:
-    """Export the actor as a Hugging Face folder, if all steps are done."""
+    """Export the actor, or the pretrained critic, as a Hugging Face folder, if all is done."""
     from mppo.trainer.run import exporting
-    from mppo.trainer.run_folder import ACTOR, AVERAGE
+    from mppo.trainer.run_folder import AVERAGE
 
     if run.recipe.trainer.export_hf and not run.checkpoints.stopped_early:
         with phase("export"), exporting(run.engine, run.roles):
-            weights, folder = run.roles.actor.weights, run.folder.path
-            kept = [weights.save(folder / ACTOR)]
+            exported, folder = run.roles.exported, run.folder.path
+            weights = exported.weights
+            kept = [weights.save(folder / exported.name)]
             if weights.average is not None:
                 kept.append(weights.save_average(folder / AVERAGE))
         for path in kept:

@@ -20,8 +20,8 @@ from torch import Tensor
 from mppo import register
 from mppo.algos.kl import kl_estimate
 from mppo.algos.policy_loss import Loss, LossInputs, importance_ratio, outside_trust_region
-from mppo.algos.value_loss import value_loss
-from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.algos.value_loss import bin_edges, hl_gauss_loss, value_loss
+from mppo.config.sections.roles import ActorConfig, CriticConfig, HLGaussConfig
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, ValueOutputs
 from mppo.safety.input_error import InputError
 from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, on_device, select_targets
@@ -36,6 +36,9 @@ _SIDES = ("actor/masked_below", "actor/masked_above")
 _VALUE_STATISTICS = (
     "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "loss/value_avg",
     "val/clipfrac_avg",
+)  # fmt: skip
+_HISTOGRAM_STATISTICS = (
+    "critic/vf_loss", "critic/vf_outside_range", "critic/vpred_mean", "loss/value_avg",
 )  # fmt: skip
 
 
@@ -204,7 +207,7 @@ class ValueObjective(_MiniBatchObjective[ValueTargets]):
     """The critic's loss on a micro-batch of a mini-batch: ``value_loss_coef sum_t w_t vf_t``.
 
     Args:
-        critic: clip range and coefficient.
+        critic: loss, clip range and coefficient.
     """
 
     critic: CriticConfig
@@ -212,7 +215,7 @@ class ValueObjective(_MiniBatchObjective[ValueTargets]):
     @property
     def statistics(self) -> tuple[str, ...]:
         """See ``Objective``."""
-        return _VALUE_STATISTICS
+        return _VALUE_STATISTICS if self.critic.histogram is None else _HISTOGRAM_STATISTICS
 
     def __call__(
         self, outputs: HeadOutputs, indices: Sequence[int]
@@ -221,17 +224,31 @@ class ValueObjective(_MiniBatchObjective[ValueTargets]):
         assert isinstance(outputs, ValueOutputs)
         critic, targets = self.critic, self._select(indices)
         values_T = torch.where(targets.mask_T > 0, outputs.values_T.float(), 0.0)
-        vf_T, clipped_T = value_loss(
-            values_T, targets.old_values_T, targets.returns_T, critic.cliprange_value
-        )
-        vf_loss = (targets.weight_T * vf_T).sum()
-
         mean = partial(_metric_mean, targets)
+        if critic.histogram is not None:
+            vf_T, outside_T = self._histogram_loss(outputs, targets, critic.histogram)
+            shares = {"critic/vf_outside_range": mean(outside_T)}
+        else:
+            vf_T, clipped_T = value_loss(
+                values_T, targets.old_values_T, targets.returns_T, critic.cliprange_value
+            )
+            clipped = mean(clipped_T)
+            shares = {"critic/vf_clipfrac": clipped, "val/clipfrac_avg": clipped}
+        vf_loss = (targets.weight_T * vf_T).sum()
         stats = {
             "critic/vf_loss": vf_loss.detach(),
-            "critic/vf_clipfrac": mean(clipped_T),
             "critic/vpred_mean": mean(values_T),
             "loss/value_avg": vf_loss.detach(),
-            "val/clipfrac_avg": mean(clipped_T),
+            **shares,
         }
         return critic.value_loss_coef * vf_loss, stats
+
+    def _histogram_loss(
+        self, outputs: ValueOutputs, targets: ValueTargets, histogram: HLGaussConfig
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of the tokens, and 1 where the return is outside the histogram's range."""
+        assert outputs.logits_KT is not None, "a pass with gradients has logits"
+        logits_KT = torch.where(targets.mask_T > 0, outputs.logits_KT, 0.0)
+        edges = bin_edges(histogram.min, histogram.max, histogram.bins).to(logits_KT.device)
+        sigma = histogram.sigma_ratio * (histogram.max - histogram.min) / histogram.bins
+        return hl_gauss_loss(logits_KT, targets.returns_T, edges, sigma)

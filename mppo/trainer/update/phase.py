@@ -66,17 +66,27 @@ class UpdatePhase:
         roles: the models.
         experience: the batch with advantages, returns and old log-probabilities.
         step: number of the PPO step.
-        actor_frozen: only the critic is trained (``trainer.critic_warmup``).
+        actor_frozen: the actor is not trained (``trainer.critic_warmup``).
+        critic_frozen: the critic is not trained (a batch that value pretraining holds out).
 
     Attributes:
         updates: the updates of the trained roles, the critic first.
         kind: kind of the schedule of this update.
     """
 
-    def __init__(self, roles: Roles, experience: Experience, step: int, actor_frozen: bool) -> None:
+    def __init__(
+        self,
+        roles: Roles,
+        experience: Experience,
+        step: int,
+        actor_frozen: bool,
+        critic_frozen: bool = False,
+    ) -> None:
         self._roles, self.experience, self.step = roles, experience, step
-        self.updates = [] if roles.critic is None else [self._critic_update(roles.critic)]
-        if not actor_frozen:
+        self.updates: list[RoleUpdate] = []
+        if roles.critic is not None and not critic_frozen:
+            self.updates.append(self._critic_update(roles.critic))
+        if roles.actor.settings.trained and not actor_frozen:
             self.updates.append(self._actor_update())
         self.kind: ScheduleKind = "sequential"
         if len(self.updates) > 1:
@@ -94,7 +104,7 @@ class UpdatePhase:
         for update in self.updates:
             assert update.role.optimizer is not None, f"{update.role.name} is frozen"
             update.learning_rate = update.role.optimizer.advance()
-        records = self.step in self._roles.recipe.trainer.timeline.steps
+        records = self.step in self._roles.recipe.trainer.timeline.steps and self.updates
         if self.kind == "sequential" and not records:
             return self._run_sequentially()
         balance = None if self.kind == "sequential" else self._roles.slot_balance
@@ -172,6 +182,8 @@ class UpdatePhase:
 
     def metrics(self) -> dict[str, float]:
         """Metrics over all mini-batches of all roles; call after ``run``. Collective."""
+        for name in self._roles.trained:
+            self._roles.seconds.pop(f"update_{name}", None)
         for update in self.updates:
             self._roles.seconds[f"update_{update.role.name}"] = update.seconds
         balance = self._roles.slot_balance

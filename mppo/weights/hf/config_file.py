@@ -11,7 +11,7 @@ from typing import Any
 
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
-from mppo.weights.shape import check_model_type, refuse
+from mppo.weights.shape import VALUE_BINS, check_model_type, refuse
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -45,6 +45,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "n_group": (0, _EXPERTS),
     "topk_group": (0, _EXPERTS),
     "vocab_size": (1, _LONG),
+    VALUE_BINS: (1, _HEADS),
     "max_window_layers": (0, _TOKENS),
     "max_position_embeddings": (1, _TOKENS),
     "sliding_window": (0, _TOKENS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.reader import CheckpointReader
+from mppo.weights.torch_dist.reader import CheckpointReader, value_bins
 
 
 def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -37,7 +38,8 @@ def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor
         yield from ((name, source.read(name)) for name in sorted(source.tensors))
         return
     checkpoint = read_checkpoint(checkpoint_folder(path))
-    reader, copier = CheckpointReader(checkpoint, parameter_table(model_shape(hf_config))), Copier()
+    shape = replace(model_shape(hf_config), value_bins=value_bins(checkpoint))
+    reader, copier = CheckpointReader(checkpoint, parameter_table(shape)), Copier()
     for entry in reader.entries():
         for number, (name, shape) in enumerate(zip(entry.hf, entry.row.shapes, strict=True)):
             tensor = torch.empty(shape, dtype=reader.dtype(entry))

@@ -18,6 +18,7 @@ from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
 from mppo.weights.hf.folder import INDEX
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, make_header
+from mppo.weights.shape import VALUE_BINS
 
 MAX_SHARD_BYTES = 5 * 10**9
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -169,7 +170,9 @@ def companion_files(source: Path) -> list[str]:
     ]
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+def copy_companions(
+    source: Path, folder: Path, dtype: torch.dtype | None = None, value_bins: int = 1
+) -> list[str]:
     """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
 
     Args:
@@ -177,6 +180,7 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
         folder: the folder to copy to.
         dtype: written to ``config.json`` as the weights' dtype; quantisation settings are then
             removed. None copies ``config.json`` unchanged.
+        value_bins: outputs of the value head, written beside the dtype if there are several.
 
     Returns:
         Names of the copied files.
@@ -192,5 +196,6 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
         config.pop("quantization_config", None)
+        config |= {VALUE_BINS: value_bins} if value_bins > 1 else {}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return copied

@@ -39,6 +39,12 @@ def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
     return prefixes[0]
 
 
+def value_bins(checkpoint: Mapping[str, GlobalTensor]) -> int:
+    """Outputs of a checkpoint's value head; 1 without one."""
+    key = f"{model_prefix(checkpoint)}value_head.weight"
+    return checkpoint[key].shape[0] if key in checkpoint else 1
+
+
 class CheckpointReader:
     """Finds the entries of a parameter table in a ``torch_dist`` checkpoint.
 

@@ -149,6 +149,14 @@ SETTINGS = [
      "all of layer 1"),
     ("some experts of a layer", "critic.freeze=[\"experts.0.\"] "
      "model.path=builtin:tiny-moe", "critic.freeze", "some experts"),
+    ("value pretraining without a critic", "trainer.stage=value_pretraining "
+     "algorithm.adv_estimator=grpo rollout.n=2", "trainer.stage", "trains no critic"),
+    ("a gate of no value pretraining", "trainer.value_gate.batches=5",
+     "trainer.value_gate.batches", "no effect with trainer.stage = ppo"),
+    ("a gate that nothing passes", "trainer.value_gate.explained_var=1.0",
+     "trainer.value_gate.explained_var", "a value < 1"),
+    ("one stream of one role", "trainer.stage=value_pretraining trainer.schedule=fused",
+     "trainer.schedule", "trains no actor"),
     ("right answers made unlikely", "actor.positive_nll_coef=-0.1", "actor.positive_nll_coef",
      "a value >= 0"),
     ("turns without a critic", "algorithm.gae_unit=turn algorithm.adv_estimator=grpo rollout.n=2",
@@ -156,6 +164,20 @@ SETTINGS = [
     ("a horizon in tokens over turns", "algorithm.gae_unit=turn "
      "algorithm.lam_length_adaptive_alpha=1.5", "algorithm.lam_length_adaptive_alpha",
      "a horizon in tokens"),
+    ("a histogram without its loss", "critic.hl_gauss.bins=21", "critic.hl_gauss.bins",
+     "no effect with critic.value_loss = mse"),
+    ("a histogram without a range", "critic.value_loss=hl_gauss critic.hl_gauss.max=0",
+     "critic.hl_gauss.max", "is not above critic.hl_gauss.min = 0"),
+    ("one bin", "critic.value_loss=hl_gauss critic.hl_gauss.bins=1", "critic.hl_gauss.bins",
+     "a value > 1"),
+    ("a clipped histogram", "critic.value_loss=hl_gauss critic.cliprange_value=0.2",
+     "critic.cliprange_value", "a cross-entropy"),
+    ("a histogram of no critic", "critic.value_loss=hl_gauss algorithm.adv_estimator=grpo "
+     "rollout.n=2", "critic.value_loss", "trains no critic"),
+    ("credit in tokens over turns", "algorithm.gae_unit=turn algorithm.segment_credit=true",
+     "algorithm.segment_credit", "counts the tokens"),
+    ("credit across segments without a critic", "algorithm.segment_credit=true "
+     "algorithm.adv_estimator=grpo rollout.n=2", "algorithm.segment_credit", "trains no critic"),
     ("no such unit", "algorithm.gae_unit=word", "algorithm.gae_unit", "token, turn"),
     ("a bootstrap without a critic", "algorithm.bootstrap_truncated=true "
      "algorithm.adv_estimator=grpo rollout.n=2", "algorithm.bootstrap_truncated",
