@@ -2,4 +2,4 @@
 
 RECIPE, METRICS, SAMPLES = "recipe.yaml", "metrics.jsonl", "samples.jsonl"
 PAGE, PLOT, EXPERT_LOAD = "report.html", "reward_kl.png", "expert_load.png"
-TIMELINES, NONFINITE = "timeline", "nonfinite"
+TIMELINES, NONFINITE, CODE = "timeline", "nonfinite", "code"

@@ -38,6 +38,7 @@ from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
 from mppo.report.events import FILE as EVENTS
 from mppo.report.files import (
+    CODE,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
@@ -63,8 +64,8 @@ _PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
     CHECKPOINTS, ACTOR, AVERAGE, WARM_START, HF, NONFINITE, "stacks", "tensorboard", "wandb",
-    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, EVENTS, *_PAGES, STATUS,
-    RECIPE, *_NUMBERS,
+    "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, CODE, EVENTS, *_PAGES,
+    STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,
 so they go last."""
