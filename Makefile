@@ -14,7 +14,7 @@ TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==
 SGLANG_COMPAT := extras/sglang_cpu
 EXTRAS := extras/simulate extras/migrate extras/reward_server extras/sandbox
 
-.PHONY: help demo test pytest lint format docs schema attacks verl-flags recipes sglang-cpu slurm browser soak trl clean
+.PHONY: help demo test pytest lint format docs schema attacks verl-flags recipes constraints sglang-cpu slurm browser soak trl clean
 
 help:
 	@echo "make demo        train a small model by PPO on two processes (about five minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
 	@echo "make recipes     write the tables of docs/recipes.md from the recipes' headers"
+	@echo "make constraints write constraints.txt, the versions of this environment"
 	@echo "make soak        kill and resume a run at random for ten minutes"
 	@echo "make sglang-cpu  install SGLang for the CPU into the environment"
 	@echo "make slurm       install Slurm for the cluster tests (Debian, as root)"
@@ -77,6 +78,9 @@ soak: $(VENV)/.mppo
 
 recipes: $(VENV)/.test
 	PYTHONPATH=tests/support $(BIN)/python -m recipe_table
+
+constraints: $(VENV)/.test
+	$(BIN)/python tests/support/constraints.py > constraints.txt
 
 sglang-cpu: $(VENV)/.sglang
 

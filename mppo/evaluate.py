@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+_UNUSED = re.compile(
+    r"(actor|critic|ref|algorithm)\..*|data\.((sources\.\d+\.)?train_|ptx_files).*|"
+    r"trainer\.(nnodes|n_gpus_per_node|logger|replay|total_|save_|schedule).*"
+)
+"""Keys that an evaluation does not read."""
+
+
+def concerns_evaluation(key: str) -> bool:
+    """Whether an evaluation reads a key: layouts, optimizers, training data, loggers and models of
+    other roles may be those of another machine."""
+    return _UNUSED.fullmatch(key) is None
+
+
 def _load(arguments: argparse.Namespace, info: LaunchInfo) -> Recipe:
     """Read and check the recipe and its models.
 
@@ -142,6 +156,7 @@ def _load(arguments: argparse.Namespace, info: LaunchInfo) -> Recipe:
         remarks=remarks,
         fetch_model=fetch_model,
         fetch_data_set=fetch_data_set,
+        concerns=concerns_evaluation,
     )
     _check_models(recipe)
     for remark in remarks if info.rank == 0 else ():

@@ -237,11 +237,13 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.hub.download import fetch_model
     from mppo.models.overrides import override_issues
     from mppo.rollout.sglang.model_support import engine_issues
+    from mppo.supervision import exit_report
+    from mppo.trainer.start.user_code import check_user_code
 
     def read(path: str):
         return read_model_config(resolve_model(path))
 
-    load_checked(
+    recipe = load_checked(
         config,
         overrides,
         world_size,
@@ -251,6 +253,10 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         fetch_model=fetch_model,
         fetch_data_set=fetch_data_set,
     )
+    remarks: list[str] = []
+    check_user_code(recipe, remarks)
+    for remark in remarks:
+        exit_report.say(remark)
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     quiet = "print no line per step: trainer.console=quiet"
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    given = sys.argv[1:] if argv is None else argv
+    dashed = [each for each in given if re.match(r"--\w+\.\w", each)]
+    if dashed:
+        parser.error(f"a key of the recipe has no dashes: write {dashed[0].removeprefix('--')}")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.config is None and not arguments.overrides:
+        parser.error("give a recipe: --config recipe.yaml")
     if arguments.quiet:
         arguments.overrides.append("trainer.console=quiet")
     for option, why in _PLANNED.items():

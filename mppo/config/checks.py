@@ -22,7 +22,7 @@ from mppo.config.rules import (
     reward_model,
     training,
 )
-from mppo.config.rules.files import check_files, check_run_folder, is_hub_name
+from mppo.config.rules.files import check_code, check_files, check_run_folder, is_hub_name
 from mppo.config.rules.rule import RULES, RuleContext, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
@@ -109,6 +109,7 @@ def load_checked(
     fetch_model: FetchModel | None = None,
     fetch_data_set: FetchDataSet | None = None,
     ranks_per_node: int | None = None,
+    concerns: Callable[[str], bool] = lambda key: True,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
@@ -117,7 +118,8 @@ def load_checked(
         overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
-        files: check that the files exist (a dry run needs neither weights nor data).
+        files: check that all files exist; else those of code only (a dry run needs neither weights
+            nor data).
         role_checks: run on every role whose model's config could be read.
         engine_check: run on the rollout engine if the actor's config could be read; None skips
             it.
@@ -126,6 +128,7 @@ def load_checked(
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
+        concerns: whether an issue of a key counts; the others are left out.
 
     Returns:
         The recipe, with names of models and data sets on the Hub replaced by their local folders
@@ -142,14 +145,15 @@ def load_checked(
     issues += _unless_known(
         check_recipe(recipe, world_size, {}, _keys(issues), ranks_per_node), issues
     )
+    issues = [issue for issue in issues if concerns(issue.key)]
     # downloads only for a recipe without other issues: they take minutes
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
     if fetch_data_set is not None and files and not issues:
         recipe, issues = with_local_files(recipe, fetch_data_set)
     issues += _unless_known(check_run_folder(recipe), issues)
-    if files:
-        issues += _unless_known(check_files(recipe), issues)
+    issues += _unless_known(check_files(recipe) if files else check_code(recipe), issues)
+    issues = [issue for issue in issues if concerns(issue.key)]
     if not issues and read_hf_config is not None:  # takes seconds; all checks above are instant
         configs, issues = _read_configs(recipe, read_hf_config)
         issues += check_recipe(recipe, world_size, configs, _keys(issues), ranks_per_node)

@@ -83,25 +83,57 @@ def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | Non
     return f"{text}; each node's memory holds a copy of {_size(copy)}" if copy else text
 
 
+def disk_warning(recipe: Recipe, plans: list[RolePlan], steps: int | None, free: int) -> str | None:
+    """A warning if the checkpoints that a run keeps take more than the disk has; else None.
+
+    Args:
+        recipe: the recipe.
+        plans: its roles.
+        steps: PPO steps of the run; None if they depend on the data.
+        free: bytes that are free on the disk of the run folder.
+    """
+    one = checkpoint_bytes(recipe, plans)
+    count = (_most_at_once(recipe, steps) or 1) if _saves_regularly(recipe) else 1
+    if count * one <= free:
+        return None
+    number = "a checkpoint takes" if count == 1 else f"{count} checkpoints take"
+    return (
+        f"trainer.default_local_dir: {number} {_size(count * one)}, and its disk has "
+        f"{_size(free)} free: free space, set trainer.max_ckpt_to_keep, or choose another disk"
+    )
+
+
+def _saves_regularly(recipe: Recipe) -> bool:
+    return recipe.trainer.save_freq > 0 or recipe.trainer.save_every_minutes is not None
+
+
+def _most_at_once(recipe: Recipe, steps: int | None) -> int | None:
+    """Most checkpoints that are on the disk together; None if their number has no known limit."""
+    trainer = recipe.trainer
+    if trainer.max_ckpt_to_keep is not None:
+        # a new checkpoint is complete before the oldest is deleted
+        return trainer.max_ckpt_to_keep + bool(trainer.best_metric) + 1
+    if steps is not None and trainer.save_freq > 0 and trainer.save_every_minutes is None:
+        return ceil(steps / trainer.save_freq)  # the last step is always saved
+    return None
+
+
 def _describe_disk(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
     trainer, one = recipe.trainer, checkpoint_bytes(recipe, plans)
     freq, minutes, keep = trainer.save_freq, trainer.save_every_minutes, trainer.max_ckpt_to_keep
     when = [f"every {freq} steps"] if freq > 0 else []
     when += [f"every {minutes:g} minutes"] if minutes is not None else []
     text = f"{' and '.join(when) or 'only when the run is stopped'}, {_size(one)} each"
-    if not when:
+    if not _saves_regularly(recipe):
         return text
+    count = _most_at_once(recipe, steps)
+    if count is None:
+        limit = "trainer.max_ckpt_to_keep limits them"
+        return f"{text}; all are kept: {_size(100 * one)} per 100 ({limit})"
     if keep is not None:
         best = " and the best" if trainer.best_metric else ""
-        count = keep + bool(trainer.best_metric)
-        # a new checkpoint is complete before the oldest is deleted
-        return f"{text}; the newest {keep}{best} are kept: up to {_size((count + 1) * one)}"
-    if steps is not None and freq > 0 and minutes is None:
-        count = ceil(steps / freq)  # the last step is always saved
-        return f"{text}; all {count} are kept: {_size(count * one)}"
-    return (
-        f"{text}; all are kept: {_size(100 * one)} per 100 (trainer.max_ckpt_to_keep limits them)"
-    )
+        return f"{text}; the newest {keep}{best} are kept: up to {_size(count * one)}"
+    return f"{text}; all {count} are kept: {_size(count * one)}"
 
 
 def _size(count: int) -> str:

@@ -14,7 +14,7 @@ from mppo.safety.foreign_text import json_line
 from mppo.safety.input_files import read_file
 
 FILE = "events.jsonl"
-EventKind = Literal["start", "end", "died", "warning", "engine"]
+EventKind = Literal["start", "end", "died", "warning", "engine", "code"]
 
 
 def _now() -> str:
@@ -27,7 +27,8 @@ class RunEvent:
 
     Args:
         kind: "start" of a process of the run; its "end"; "died": it ended without one, which the
-            next start finds; a "warning"; or "engine": a lost server.
+            next start finds; a "warning"; "engine": a lost server; or "code": a start found other
+            code under a key of the recipe.
         step: PPO steps that were done; None: unknown where it happened.
         text: what happened.
         time: UTC, ISO 8601.

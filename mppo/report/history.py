@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -89,10 +89,20 @@ class History:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, without values that are not finite."""
-        pairs = [
-            (step, row[name]) for step, row in self.rows if math.isfinite(row.get(name, math.nan))
-        ]
-        return [step for step, _ in pairs], [value for _, value in pairs]
+        return series(self.rows, name)
+
+
+def series(
+    rows: Sequence[tuple[int, Mapping[str, float]]], name: str
+) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, without values that are not finite.
+
+    Args:
+        rows: step and metrics of each step.
+        name: the metric.
+    """
+    pairs = [(step, row[name]) for step, row in rows if math.isfinite(row.get(name, math.nan))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:

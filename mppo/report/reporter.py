@@ -15,11 +15,21 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.config.yaml_text import block_yaml
 from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
+from mppo.report.code_files import keep_code
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.events import FILE as EVENTS
 from mppo.report.events import EventKind, RunEvent, append_event
 from mppo.report.expert_load import plot_expert_load
-from mppo.report.files import CALIBRATION, EXPERT_LOAD, METRICS, NONFINITE, PLOT, RECIPE, SAMPLES
+from mppo.report.files import (
+    CALIBRATION,
+    EXPERT_LOAD,
+    METRICS,
+    NONFINITE,
+    PAGE,
+    PLOT,
+    RECIPE,
+    SAMPLES,
+)
 from mppo.report.history import History, Metrics, metric_name, read_history
 from mppo.report.html.page import write_page
 from mppo.report.html.timelines import recorded_steps
@@ -37,8 +47,8 @@ from mppo.safety.redact import redact, redact_text
 
 class Reporter:
     """Writes ``recipe.yaml``, ``status.json``, ``metrics.jsonl``, ``samples.jsonl``,
-    ``events.jsonl``, ``reward_kl.png``, ``report.md`` and ``report.html`` into the run folder, and
-    prints to the console.
+    ``events.jsonl``, ``reward_kl.png``, ``report.md``, ``report.html`` and the code that the recipe
+    names into the run folder, and prints to the console.
 
     Nothing is written before ``start``, so a run that does not start leaves an earlier run's report
     as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
@@ -74,7 +84,7 @@ class Reporter:
         if not is_main:
             return
         self._trainer = trainer
-        self._recipe = redact(recipe_dump)
+        self._plain, self._recipe = recipe_dump, redact(recipe_dump)
         self._trackers: Sequence[Tracker] = ()
         self._console = (
             StepConsole(total_steps, style=trainer.console) if "console" in trainer.logger else None
@@ -107,6 +117,7 @@ class Reporter:
             for path in (p for n, p in recorded_steps(self.run_dir).items() if n > step):
                 path.unlink()
             replace_text(self.run_dir / RECIPE, block_yaml(self._recipe))
+            changed = keep_code(self.run_dir, self._plain, step)
             write_status(self.run_dir, Status("running", step, self.total_steps))
         except OSError as error:
             why = f"{error.filename or self.run_dir} cannot be written ({error.strerror})"
@@ -120,6 +131,8 @@ class Reporter:
         tracked = TrackedRun(self.run_dir, project, name, self._recipe, step)
         self._trackers = open_trackers(self._trainer, tracked, self._tracker_line)
         self._started, self._done = True, step
+        if changed:
+            self.event("code", step, f"the code of {', '.join(changed)} has changed")
         if self._console:
             self._console.start(step)
 
@@ -228,7 +241,7 @@ class Reporter:
                 raise
             self.line(f"the report cannot be written: {error}")
         else:
-            self.line(f"{status}: {self.run_dir / REPORT}")
+            self.line(f"{status}: {self.run_dir / PAGE}")
             self._send_pictures()
         finally:
             for tracker in self._trackers:

@@ -11,14 +11,13 @@ from typing import Any
 from mppo.report import history
 from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration
 from mppo.report.expert_load import load_rows
+from mppo.report.figures import figures, phase_times
 from mppo.report.history import History
 from mppo.report.value_calibration import calibration_lines
 from mppo.report.warning_rules import warning_spans
 from mppo.safety.foreign_text import visible
 
 PACKAGES = ("mppo", "torch", "megatron-core", "transformers", "sglang")
-SHARE = 10
-"""The first and last values of a metric are means over a tenth (1 / SHARE) of the run."""
 
 
 def run_report(
@@ -68,46 +67,25 @@ def _warnings(runs: History) -> list[str]:
 
 def _figures(runs: History) -> list[str]:
     lines = ["| | first | last | best |", "|---|---|---|---|"]
-    shown = (
-        ("mean reward", history.REWARD, max),
-        ("validation reward", history.VAL_REWARD, max),
-        ("KL to the reference, nats per response", history.KL, None),
-        ("response length, tokens", history.LENGTH, None),
-        ("largest log-probability difference of rollout and actor", history.MISMATCH, None),
-        ("tokens per second", history.THROUGHPUT, max),
-        ("seconds per step", history.STEP_TIME, min),
-    )
-    for label, metric, best in shown:
-        _, values = runs.series(metric)
-        if values:
-            tenth = max(len(values) // SHARE, 1)
-            ends = [sum(part) / tenth for part in (values[:tenth], values[-tenth:])]
-            extreme = f"{best(values):.4g}" if best else ""
-            lines.append(f"| {label} | {ends[0]:.4g} | {ends[1]:.4g} | {extreme} |")
+    for each in figures(runs.rows):
+        best = "" if each.best is None else f"{each.best:.4g}"
+        lines.append(f"| {each.label} | {each.first:.4g} | {each.last:.4g} | {best} |")
     return [*lines, "", "First and last: means over the first and last tenth of the steps."]
 
 
 def _phases(runs: History) -> list[str]:
     """Seconds and share of each timed phase, with its parts below it."""
-    prefix = "timing_s/"
-    names = {name for _, row in runs.rows for name in row if name.startswith(prefix)}
-    spent = {name.removeprefix(prefix): sum(runs.series(name)[1]) for name in names}
-    phases = {name: s for name, s in spent.items() if name not in history.NOT_PHASES}
-    total = sum(phases.values())
-    if not total:
+    times = phase_times(runs.rows)
+    if not times:
         return []
     lines = ["", "## Where the time goes", "", "| phase | seconds | share |", "|---|---|---|"]
-    for name in sorted(phases, key=lambda name: -phases[name]):
-        lines.append(_phase_line(name, phases[name], total))
-        inner = [part for part in history.PARTS.get(name, ()) if part in spent]
-        lines += [_phase_line(f"of which {part}", spent[part], total) for part in inner]
-    if history.AHEAD in spent:
-        lines += ["", f"Generating ahead, during these phases, took {spent[history.AHEAD]:.1f} s."]
+    for each in times:
+        name = f"of which {each.name}" if each.is_part else each.name
+        lines.append(f"| {name} | {each.seconds:.1f} | {100 * each.share:.0f}% |")
+    _, ahead = runs.series(f"timing_s/{history.AHEAD}")
+    if ahead:
+        lines += ["", f"Generating ahead, during these phases, took {sum(ahead):.1f} s."]
     return lines
-
-
-def _phase_line(name: str, seconds: float, total: float) -> str:
-    return f"| {name} | {seconds:.1f} | {100 * seconds / total:.0f}% |"
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -21,6 +21,12 @@ MAX_FILE_BYTES = 512 << 20
 MAX_DEPTH = 100
 """Most levels of nested lists and objects in JSON and YAML."""
 
+LFS_POINTER = "is a pointer of Git LFS, not the file itself"
+LFS_FIX = "run `git lfs pull` in its repository, or download the file"
+_LFS = b"version https://git-lfs.github.com/spec/"
+_LFS_BYTES = 1024
+"""Pointers are smaller."""
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -35,16 +41,34 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: no such file, or not readable.
-        InputError: the path is a folder, FIFO, device or socket.
+        InputError: the path is a folder, FIFO, device or socket, or the file is a Git LFS pointer.
     """
     _check_regular(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(descriptor))  # the path may name another file by now
-    except ValueError:
+        _check_content(path, descriptor)
+    except (ValueError, OSError):
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def _check_content(path: Path, descriptor: int) -> None:
+    if os.pread(descriptor, len(_LFS), 0) == _LFS:
+        raise InputError(f"{path}: {LFS_POINTER}; {LFS_FIX}")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what a clone without Git LFS has in place of a large file.
+
+    Raises:
+        OSError: no such file, or not readable.
+    """
+    if not path.is_file() or path.stat().st_size > _LFS_BYTES:
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_LFS)) == _LFS
 
 
 def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
@@ -52,7 +76,7 @@ def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
     Raises:
         OSError: no such file, or not readable.
-        InputError: a folder, FIFO, device or socket, or larger than ``limit``.
+        InputError: as ``open_file``, or the file is larger than ``limit``.
     """
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size

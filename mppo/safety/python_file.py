@@ -12,7 +12,7 @@ _OWN = str(Path(__file__).parents[1])
 
 
 def import_file(path: str | Path, name: str) -> ModuleType:
-    """Execute a file as a module.
+    """Execute a file as a module; it can import the modules beside it, after installed ones.
 
     Args:
         path: the file; ``~`` is expanded, and it is relative to the working directory.
@@ -25,6 +25,9 @@ def import_file(path: str | Path, name: str) -> ModuleType:
     file = Path(path).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -39,6 +39,7 @@ from mppo.hub.builtin import resolve_model
 from mppo.report.events import FILE as EVENTS
 from mppo.report.files import (
     CALIBRATION,
+    CODE,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
@@ -64,7 +65,7 @@ _PAGES = (REPORT, PAGE, PLOT, EXPERT_LOAD, CALIBRATION)
 _NUMBERS = (METRICS, SAMPLES)
 _OF_A_RUN = (
     CHECKPOINTS, ACTOR, AVERAGE, CRITIC, WARM_START, HF, NONFINITE, "stacks", "tensorboard",
-    "wandb", "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, EVENTS, *_PAGES,
+    "wandb", "mlflow", "swanlab", TRACKER_IDS, ROLLOUTS, PROFILE, TIMELINES, CODE, EVENTS, *_PAGES,
     STATUS, RECIPE, *_NUMBERS,
 )  # fmt: skip
 """Everything a run writes, in the order of moving: a folder with numbers counts as holding results,

@@ -61,6 +61,7 @@ def write_run(folder: Path, steps: int, shift: float = 0.0) -> Path:
                     "actor/pg_clipfrac", "critic/vf_explained_var",
                     "training/rollout_logprob_diff_mean", "actor/pg_loss", "actor/grad_norm",
                     "actor/lr", "perf/tokens_per_second", "training/skipped_steps",
+                    "reward/gsm8k/acc/mean", "reward/errors", "conversation/turns/mean",
                 ],
                 round(wave, 4),
             )  # fmt: skip
@@ -71,6 +72,7 @@ def write_run(folder: Path, steps: int, shift: float = 0.0) -> Path:
                 row |= {f"actor/moe/layer_{rank}/max_vio": abs(wave) + rank}
             if step % 500 == 0 or step == steps:
                 row |= {"val/reward": wave, "val-core/gsm8k/reward/mean": wave}
+                row |= {"val-core/gsm8k/acc/mean": wave}
             file.write(json.dumps({"step": step, **row}) + "\n")
     (folder / "recipe.yaml").write_text(
         f"trainer: {{project_name: p, experiment_name: {folder.name}, seed: {shift}}}\n"
@@ -136,11 +138,12 @@ def test_ten_thousand_steps_are_drawn_without_an_error_or_a_request(page, tmp_pa
     assert page.requests == [url]
     plots = page.look(POINTS)
     assert len(plots) == len(SPECS)
-    steps = {"plot-1": 20, "plot-18-0": 500}  # validation; a heat map has columns of some steps
+    # validation; a heat map has columns of some steps
+    steps = {"plot-1": 20, "plot-2": 20, "plot-22-0": 500}
     for name, found in plots.items():
         assert found["steps"] == steps.get(name, STEPS), name
         assert found["coloured"] > 20, f"{name} has no points: {found}"
-    assert plots["plot-15"]["series"] == 4
+    assert plots["plot-19"]["series"] == 4
     print("milliseconds until drawn:", page.look("document.documentElement.dataset.ready"))
 
 
@@ -194,14 +197,55 @@ def test_tokens_are_coloured_and_show_their_numbers(page, tmp_path):
 def test_two_runs_share_their_plots(page, tmp_path):
     runs = [write_run(tmp_path / name, 30, shift) for name, shift in (("a", 0.0), ("b", 2.0))]
     page.open(url_of(*runs))
-    legend = page.look("document.querySelector('#plot-2 .u-legend').textContent")
+    legend = page.look("document.querySelector('#plot-6 .u-legend').textContent")
     assert "p/a" in legend
     assert "p/b" in legend
-    assert page.look("mppoPlots['plot-2'].data.length") == 3
-    cells = "[...document.querySelectorAll('details td')]"
+    assert page.look("mppoPlots['plot-6'].data.length") == 3
+    cells = "[...document.querySelectorAll('td')]"
     table = page.look(f"{cells}.map((cell) => cell.textContent)")
-    assert table == [
+    assert table[:6] == [
         "trainer.experiment_name", '"a"', '"b"', "trainer.seed", "0.0", "2.0",
+    ], "the difference of the recipes comes first"  # fmt: skip
+    side = dict(zip(table[6::3], zip(table[7::3], table[8::3])))
+    assert side["seconds of update"] == ("30 (33%)", "30 (31%)")
+    assert page.errors == []
+
+
+def test_small_numbers_have_labels_and_a_line_of_zeros_an_axis_to_one(page, tmp_path):
+    rows = [(i, {"actor/lr": 1e-6, "policy/entropy_avg": 5.539 + i * 2e-5}) for i in range(1, 9)]
+    lines = [json.dumps({"step": i, "critic/score/mean": 0, **row}) + "\n" for i, row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    page.open(url_of(tmp_path))
+    plot = "Object.entries(mppoPlots).find(([id]) => {0} === id)[1]"
+    number = {spec.title: f"plot-{i}" for i, spec in enumerate(SPECS)}
+    labels = ".axes[1]._values"
+    for title in ("Learning rates", "Entropy"):
+        found = page.look(plot.format(f"'{number[title]}'") + labels)
+        assert len(set(found)) == len(found) > 2, (title, found)
+    assert all(
+        "e-" in label for label in page.look(plot.format(f"'{number['Learning rates']}'") + labels)
+    )
+    scale = page.look(plot.format(f"'{number['Reward']}'") + ".scales.y")
+    assert (scale["min"], scale["max"]) == (0, 1)
+    assert page.errors == []
+
+
+def test_all_metrics_are_searched_and_drawn(page, tmp_path):
+    page.open(url_of(write_run(tmp_path, 30)))
+    rows = "[...document.querySelectorAll('#all tbody tr')].filter((row) => !row.hidden)"
+    assert page.look(f"{rows}.length") > 30
+    find = "(() => { const box = document.getElementById('search'); box.value = 'ACC reward'; "
+    page.look(find + "box.dispatchEvent(new Event('input')); })()")
+    assert page.look(f"{rows}.map((row) => row.querySelector('button').textContent)") == [
+        "reward/gsm8k/acc/mean"
+    ]
+    page.look("document.querySelector('#all tr:not([hidden]) button').click()")
+    assert page.look("mppoPlots['reward/gsm8k/acc/mean'].data[0].length") == 30
+    answers = page.look(
+        "[...document.querySelectorAll('.answers dt')].map((each) => each.textContent)"
+    )
+    assert answers == [
+        "Does it learn?", "Is it stable?", "Where does the time go?", "What is wrong?",
     ]  # fmt: skip
     assert page.errors == []
 
@@ -211,9 +255,9 @@ def test_a_served_page_follows_its_run(page, tmp_path):
     with ReportServer([tmp_path], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page.open(server.url)
-        assert page.look("mppoPlots['plot-2'].data[0].length") == 4
+        assert page.look("mppoPlots['plot-6'].data[0].length") == 4
         write_run(tmp_path, 9)
-        page.until("mppoPlots['plot-2'].data[0].length === 9")
+        page.until("mppoPlots['plot-6'].data[0].length === 9")
         assert page.errors == []
         assert {url for url in page.requests if not url.startswith(server.url)} <= {"data:,"}
         server.shutdown()

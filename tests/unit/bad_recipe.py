@@ -54,12 +54,20 @@ def write_files(root: Path) -> dict[str, Path]:
     shutil.copytree(resolve_model("builtin:tiny"), root / "headless")
     config = json.loads((root / "headless" / "config.json").read_text())
     (root / "headless" / "config.json").write_text(json.dumps({**config, **labelled}))
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (root / "pointer.jsonl").write_text(pointer)
+    (root / "pointers").mkdir()
+    shutil.copy(root / "bare" / "config.json", root / "pointers")
+    (root / "pointers" / "model.safetensors").write_text(pointer)
+    shutil.copytree(root / "bare", root / "a_run" / "actor")
     (root / "unsafe" / "hf").mkdir(parents=True)
     (root / "unsafe" / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(Path("done"))))
     shutil.copy(root / "bare" / "config.json", root / "unsafe" / "hf")
-    places = {name: root / name for name in ("folder", "unsafe", "headless", *models)}
-    return places | {
-        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt"
+    (root / "mine.py").write_text("def score(text): ...\n\n\ndef agent(a, b): ...\n")
+    folders = ("folder", "unsafe", "headless", "pointers", "a_run", *models)
+    return {name: root / name for name in folders} | {
+        "file": root / "rows.jsonl", "empty": root / "empty.jsonl", "text": root / "rows.txt",
+        "pointer": root / "pointer.jsonl", "mine": root / "mine.py",
     }  # fmt: skip
 
 

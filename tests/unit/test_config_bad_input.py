@@ -16,6 +16,7 @@ TABLES = (settings.SETTINGS, runs.AGENTS, runs.OFFLOAD, runs.VALIDATION, runs.DU
 ROWS = [
     *((*row, GOOD, ()) for table in TABLES for row in table),
     *((*row, GOOD, ("--dry-run", "--world-size", "4")) for row in layouts.LAYOUTS),
+    *((*row, GOOD, ("--dry-run",)) for row in runs.CODE),
     *((name, "", key, says, text, ()) for name, text, key, says in settings.DOCUMENTS),
 ]
 """Name, settings, key, message, the recipe and options of the program."""

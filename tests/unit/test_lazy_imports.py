@@ -26,7 +26,9 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 CALLS = [
     (["--help"], 0),
+    ([], 2),
     (["--world-size", "3"], 2),
+    (["--trainer.seed=3"], 2),
     (["--config", "nowhere.yaml"], 2),
     (["data.task=arithmetic", "actor.ppo_mini_batch=3"], 2),
     (["data.task=arithmetic", "rollout.temperature=0"], 2),

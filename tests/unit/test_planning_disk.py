@@ -11,6 +11,7 @@ from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.planning.disk import (
     checkpoint_bytes,
     describe_checkpoints,
+    disk_warning,
     host_copy_bytes,
     host_copy_warning,
 )
@@ -43,6 +44,24 @@ def planned(*settings: str):
 def test_bytes_of_a_checkpoint(settings, actor, critic):
     found = checkpoint_bytes(*planned(f"model.path={CONFIG}", *settings))
     assert found == TRUNK * actor + (TRUNK - HEAD + 3584) * critic
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "free", "text"),
+    [
+        (["save_freq=5"], 10, 412e9, None),  # two of 205.6 GB
+        (["save_freq=5"], 10, 411e9, "2 checkpoints take 411.2 GB, and its disk has 411.0 GB free"),
+        (["save_freq=5", "max_ckpt_to_keep=1"], 90, 411e9, "2 checkpoints take 411.2 GB"),
+        (["save_every_minutes=9"], 10, 206e9, None),
+        (["save_every_minutes=9"], 10, 1e9, "a checkpoint takes 205.6 GB"),
+        ([], 10, 1e9, "a checkpoint takes 205.6 GB, and its disk has 1.0 GB free"),
+    ],
+)
+def test_a_disk_without_room_for_checkpoints_is_told_at_the_start(settings, steps, free, text):
+    keys = [f"trainer.{each}" for each in settings]
+    recipe, plans = planned(f"model.path={CONFIG}", *keys)
+    found = disk_warning(recipe, plans, steps, int(free))
+    assert found is None if text is None else text in found
 
 
 @pytest.mark.parametrize(

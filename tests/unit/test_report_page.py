@@ -168,6 +168,15 @@ def test_the_program_writes_a_file_and_refuses_other_folders(tmp_path, capsys):
     assert "line 1: is not JSON" in capsys.readouterr().err
 
 
+def test_a_port_in_use_is_named(tmp_path, capsys):
+    log(started(tmp_path, 0, "1 rank"), 1)
+    with ReportServer([tmp_path], 0) as server:
+        port = server.server_port
+        assert main([str(tmp_path), "--serve", "--port", str(port)]) == 2
+    assert f"cannot listen on port {port}" in (shown := capsys.readouterr().err)
+    assert "--port" in shown
+
+
 def test_a_folder_of_odd_files_is_shown_as_far_as_it_can_be(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": null, "lr": 1}\n')
     (tmp_path / "status.json").write_text('{"status": 5, "step": "x", "total_steps": []}')

@@ -16,6 +16,7 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.data import DataConfig
 from mppo.config.trackers import tracker_issues
 from mppo.dumps.step_dump import dumped_steps, stale_dumps
+from mppo.safety.input_files import LFS_FIX, LFS_POINTER, is_lfs_pointer
 from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
@@ -38,6 +39,8 @@ BUILTIN_PREFIX = "builtin:"
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
 DATA_FORMS = ".jsonl (a JSON object per line), .json (a list of objects) or .parquet"
 WEIGHT_ENDINGS = (".safetensors",)
+_LOCAL = ("model", "models", "checkpoints", "ckpt", "runs", "outputs")
+"""First parts of paths that have the form of a Hub's name, but name a folder here."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
 
@@ -57,16 +60,26 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
             issues += _path_issues(key, name, _data_file)
     if recipe.reward.name == "rule" and recipe.reward.server_format is None:
         issues += _code_verifier(recipe)
-    if recipe.reward.name == "function":
-        issues += _python_file("reward.function", recipe.reward.function)
+    issues += check_code(recipe)
     if recipe.rollout.agent is not None:
-        for form in ("path", "run"):
-            if (name := getattr(recipe.rollout.agent, form)) is not None:
-                issues += _python_file(f"rollout.agent.{form}", name)
         issues += _command("rollout.agent.command", recipe.rollout.agent.command)
     if recipe.trainer.replay is not None:
         issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
+    return issues
+
+
+def check_code(recipe: Recipe) -> list[ConfigIssue]:
+    """Issues of missing files of code, which are a part of the recipe."""
+    issues: list[ConfigIssue] = []
+    if recipe.reward.name == "function":
+        issues += _python_file("reward.function", recipe.reward.function)
+    agent = recipe.rollout.agent
+    if agent is not None:
+        issues += _python_file("rollout.agent.path", agent.path)
+        issues += _python_file("rollout.agent.run", agent.run)
+        for number, tool in enumerate(agent.tools):
+            issues += _python_file(f"rollout.agent.tools.{number}.path", tool.path)
     return issues
 
 
@@ -149,17 +162,24 @@ def _model_issues(key: str, name: str) -> Iterator[ConfigIssue]:
         yield no_model_folder(key, name)
     elif is_megatron_checkpoint(folder):
         yield from _checkpoint(key, folder)
+    elif not (folder / "config.json").is_file() and (folder / "actor/config.json").is_file():
+        fix = f"give the model that it exported: {folder / 'actor'}"
+        yield ConfigIssue(key, name, "is a run folder, not a model", fix)
     elif not (folder / "config.json").is_file():
         fix = "give a Hugging Face model folder, or a Megatron torch_dist checkpoint"
         yield ConfigIssue(key, name, "has no config.json", fix)
     elif not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
         fix = "download the weights"
         yield ConfigIssue(key, name, "has no *.safetensors", fix)
+    else:
+        pointers = sorted(file.name for file in folder.iterdir() if is_lfs_pointer(file))
+        if pointers:
+            yield ConfigIssue(key, name, f"{pointers[0]} {LFS_POINTER}", LFS_FIX)
 
 
 def no_model_folder(key: str, name: str) -> ConfigIssue:
     """The issue of a model path that is not a folder."""
-    if is_hub_name(name):
+    if is_hub_name(name) and name.partition("/")[0] not in _LOCAL:
         why = "no such folder; models of the Hugging Face Hub are not downloaded by default"
         fix = (
             f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and give "
@@ -208,6 +228,8 @@ def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, name, "unknown file type", f"use {DATA_FORMS}")
     elif path.stat().st_size == 0:
         yield ConfigIssue(key, name, "the file is empty", "give a file with rows")
+    elif is_lfs_pointer(path):
+        yield ConfigIssue(key, name, LFS_POINTER, LFS_FIX)
 
 
 def _python_file(key: str, name: str | None) -> Iterator[ConfigIssue]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from mppo.report.files import PAGE
 from mppo.report.history import History
+from mppo.report.html.difference import code_rows, recipe_rows
+from mppo.report.html.metric_list import metric_list
 from mppo.report.html.plots import plots_of, trained_steps
 from mppo.report.html.run_data import RunData, read_run_data
 from mppo.safety.disk import replace_text
@@ -44,7 +46,9 @@ def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str,
             for name, run in zip(_names(found, folders), found, strict=True)
         ],
         "plots": plots_of(found),
-        "recipes": _recipes(found),
+        "metrics": metric_list(found),
+        "recipes": recipe_rows(found),
+        "code": code_rows(found),
     }
 
 
@@ -101,19 +105,3 @@ def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
         f"{name} ({run.details['folder']})" if names.count(name) > 1 else name
         for name, run in zip(names, runs)
     ]
-
-
-def _recipes(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """The recipes' keys: of several runs those that differ, of one run all."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
-    rows = [
-        {"key": key, "values": [_shown(run.recipe, key) for run in runs]}
-        for key in sorted(keys)
-    ]  # fmt: skip
-    if len(runs) == 1:
-        return rows
-    return [row for row in rows if len(set(row["values"])) > 1]
-
-
-def _shown(recipe: Mapping[str, Any], key: str) -> str:
-    return json.dumps(recipe[key], default=str) if key in recipe else ""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mppo.report import history
-from mppo.report.html.reduced import column_width, in_columns, rank_lines
-from mppo.report.html.run_data import RunData, rounded
+from mppo.report.html.reduced import column_width, in_columns, rank_lines, rounded
+from mppo.report.html.run_data import RunData
 
 Kind = Literal["lines", "ranks", "stack", "heat"]
 
@@ -26,18 +26,28 @@ class PlotSpec:
             it has one, is the label.
         kind: lines of all runs in one plot, these of a metric of each rank (its prefix), or a
             stacked area or a heat map per run.
+        hides_zeros: whether lines of zeros only are left out.
     """
 
     title: str
     unit: str
     metrics: tuple[tuple[str, str], ...]
     kind: Kind = "lines"
+    hides_zeros: bool = False
 
 
 _MIS = "training/rollout_logprob_diff"
 SPECS: tuple[PlotSpec, ...] = (
     PlotSpec("Reward", "mean", (("training", history.REWARD), ("validation", history.VAL_REWARD))),
     PlotSpec("Validation by source", "mean reward", (("", r"val-core/(.+)/reward/mean"),)),
+    PlotSpec("Validation: other numbers", "", (
+        ("", r"val-core/(.+/(?!reward/mean$)[^/]+/[^/]+)"),
+    )),
+    PlotSpec("Numbers of the reward function", "mean", (("", r"reward/(.+)/mean"),)),
+    PlotSpec("Turns of a conversation", "", (("", r"conversation/turns/(mean|max)"),)),
+    PlotSpec("Responses without a score", "in a step", (
+        ("", r"reward/(errors|failures|timeouts|bad_verdicts)"),
+    ), hides_zeros=True),
     PlotSpec("KL to the reference", "nats per response", (("", history.KL),)),
     PlotSpec("KL per token, and its coefficient", "nats", (
         ("KL", "actor/reward_kl_penalty"), ("coefficient", "actor/reward_kl_penalty_coeff"),
@@ -66,7 +76,7 @@ SPECS: tuple[PlotSpec, ...] = (
     PlotSpec("Throughput", "tokens per second", (("", history.THROUGHPUT),)),
     PlotSpec("Memory per rank", "GiB, peak", (("", history.MEMORY),), "ranks"),
     PlotSpec("Speed of the ranks", "ms for one product", (("", history.PROBE),), "ranks"),
-    PlotSpec("Skipped steps", "in all", (("", "training/skipped_steps"),)),
+    PlotSpec("Skipped steps", "in all", (("", "training/skipped_steps"),), hides_zeros=True),
     PlotSpec("Load of the fullest expert", "layer", (("", r"(.+/moe/layer_\d+)/max_vio"),), "heat"),
 )  # fmt: skip
 
@@ -115,6 +125,8 @@ def _drawn(
         return
     for label, metric in _lines(spec, names):
         x, y = _points(run, metric)
+        if spec.hides_zeros and not any(y):
+            continue
         if width > 1:
             x, y = in_columns(x, y, width)
         yield label, x, y

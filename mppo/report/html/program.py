@@ -12,6 +12,7 @@ from mppo.report.html.page import page_data, page_text
 from mppo.report.html.serve import ReportServer
 from mppo.report.status import FILE as STATUS
 from mppo.safety.disk import replace_text
+from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 
 
@@ -48,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
-    with ReportServer(runs, port) as server:
+    try:
+        server = ReportServer(runs, port)
+    except OSError as error:
+        why = f"cannot listen on port {port} ({error.strerror})"
+        raise InputError(f"{why}; choose another with --port, or 0 for a free one") from error
+    with server:
         print(f"{server.url} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()

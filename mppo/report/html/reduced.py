@@ -94,3 +94,9 @@ def in_columns(
     columns = range(0, len(steps), width)
     parts = [[v for v in values[i : i + width] if v is not None] for i in columns]
     return [steps[i] for i in columns], [max(part, default=None) for part in parts]
+
+
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """Five significant digits; None for what is not finite, which JSON cannot hold."""
+    found = [float(f"{v:.5g}") for v in values]  # the largest numbers round to infinity
+    return [v if math.isfinite(v) else None for v in found]

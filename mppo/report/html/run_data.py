@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,12 @@ import yaml
 
 from mppo.config.document import MAX_BYTES, parse_yaml
 from mppo.dumps.step_dump import UNREADABLE, dumped_steps, read_header_of
+from mppo.report.code_files import kept_code
 from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import History, read_history
+from mppo.report.html.headline import headline
+from mppo.report.html.reduced import rounded
 from mppo.report.html.timelines import newest_timelines
 from mppo.report.status import Status, read_status
 from mppo.report.warning_rules import WarningSpan, warning_spans
@@ -37,13 +39,15 @@ class RunData:
         name: name of the run.
         rows: step and metrics of each step.
         recipe: dotted keys and values.
-        details: status, warnings, events, samples, tokens and timelines, without secrets.
+        details: status, headline, warnings, events, samples, tokens and timelines, without secrets.
+        code: text of each kept file of code, by its key and name.
     """
 
     name: str
     rows: Sequence[tuple[int, Mapping[str, float]]]
     recipe: Mapping[str, Any]
     details: Plain
+    code: Mapping[str, str]
 
 
 def read_run_data(folder: Path, runs: History | None = None) -> RunData:
@@ -65,17 +69,19 @@ def read_run_data(folder: Path, runs: History | None = None) -> RunData:
     trainer = trainer if isinstance(trainer, dict) else {}
     parts = [trainer.get("project_name"), trainer.get("experiment_name")]
     name = "/".join(map(str, parts)) if all(parts) else folder.resolve().name
-    status = read_status(folder)
+    status, warnings = read_status(folder), warning_spans(rows)
     details = {
         "folder": redact_text(str(folder.resolve())),
         "status": _status(status, last),
-        "warnings": [_warning(span) for span in warning_spans(rows)],
+        "headline": headline(rows, warnings, status is not None and status.status == "failed"),
+        "warnings": [_warning(span) for span in warnings],
         "events": _events(folder, status),
         "samples": _samples(folder / SAMPLES, last),
         "tokens": _tokens(folder, last),
         "timelines": newest_timelines(folder, last),
     }
-    return RunData(redact_text(name), rows, dict(_flat(redact(recipe))), details)
+    flat = dict(_flat(redact(recipe)))
+    return RunData(redact_text(name), rows, flat, details, kept_code(folder))
 
 
 def _warning(span: WarningSpan) -> Plain:
@@ -182,9 +188,3 @@ def _step_tokens(step: int, folder: Path) -> list[Plain]:
         }
         for index, table in zip(indices, read_token_tables(folder, header, indices, _TOKENS))
     ]
-
-
-def rounded(values: Sequence[float]) -> list[float | None]:
-    """Five significant digits; None for what is not finite, which JSON cannot hold."""
-    found = [float(f"{v:.5g}") for v in values]  # the largest numbers round to infinity
-    return [v if math.isfinite(v) else None for v in found]

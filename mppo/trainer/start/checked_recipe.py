@@ -126,7 +126,12 @@ def planned_run(
     world = world or (info.world_size if info.world_size > 1 else None)
     recipe = checked_recipe(given, overrides, info, world, configs)
     from mppo.planning.describe import plan_run
+    from mppo.trainer.start.user_code import check_user_code
 
+    remarks: list[str] = []
+    check_user_code(recipe, remarks)
+    for remark in remarks if info.rank == 0 else ():
+        exit_report.say(remark)
     found = {role.name: configs.read(role.path) for role in recipe.roles()}
     return plan_run(recipe, world or world_size_of(recipe), found, gpu)
 

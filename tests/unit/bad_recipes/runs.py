@@ -20,6 +20,9 @@ AGENTS = [
      "algorithm.whiten_rewards", "would count several times"),
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
      "no such file no.py"),
+    ("a tool's file that is missing", "rollout.agent.path=a:b "
+     "rollout.agent.tools=[{\"path\":\"no.py:d\",\"name\":\"e\"}]",
+     "rollout.agent.tools.0.path", "no such file no.py"),
     ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
      "rollout.over_sampling=0.25", "rollout.over_sampling", "take their turns together"),
     ("conversations ahead", "rollout.agent.path=a:b rollout.name=sglang "
@@ -37,6 +40,18 @@ AGENTS = [
     ("experts of an engine over turns", "rollout.agent.path=a:b model.path=builtin:tiny-moonlight "
      "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "not collected over"),
 ]  # fmt: skip
+
+CODE = [
+    ("a missing agent", "rollout.agent.path=no.py:agent", "rollout.agent.path",
+     "no such file no.py"),
+    ("a missing reward", "reward.name=function reward.function=no.py:score", "reward.function",
+     "no such file no.py"),
+    ("a reward of one parameter", "reward.name=function reward.function={mine}:score",
+     "reward.function", "its parameters do not fit"),
+    ("a reward that is not there", "reward.name=function reward.function={mine}:scores",
+     "reward.function", "has no function 'scores'"),
+]  # fmt: skip
+"""Mistakes in code that a plan finds."""
 
 OFFLOAD = [
     ("an unknown word", "actor.megatron.offload=some", "actor.megatron.offload",

@@ -20,6 +20,8 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const shown = (value) => value == null ? "–" : Number(value.toPrecision(5)).toString();
 
+  const short = (value) => Number(value.toPrecision(3)).toString();
+
   const table = (heads, rows) => {
     const body = make("tbody");
     for (const [kind, cells] of rows) {
@@ -29,13 +31,69 @@
     return make("div", {class: "scroll"}, make("table", {}, make("thead", {}, head), body));
   };
 
+  const LOOKS = {good: "✓", bad: "✗", unknown: "·"};
+  const headline = (run) => {
+    const {answers, figures, phases} = run.headline;
+    const answered = make("dl", {class: "answers"});
+    for (const [question, answer, look] of answers) {
+      answered.append(make("dt", {}, question), make("dd", {class: look}, `${LOOKS[look]} ${answer}`));
+    }
+    const box = make("div", {class: "headline"}, answered);
+    if (data.runs.length > 1) return box;  // one table holds the numbers of all
+    if (figures.length) {
+      box.append(table(["", "first", "last", "best"],
+        figures.map(([label, ...values]) => ["", [label, ...values.map((v) => v == null ? "" : short(v))]])));
+    }
+    if (phases.length) {
+      box.append(table(["phase", "seconds", "share"], phases.map(([name, seconds, share, part]) =>
+        [part ? "faint" : "", [part ? `of which ${name}` : name, short(seconds), `${(100 * share).toFixed(0)}%`]])));
+    }
+    return box;
+  };
+
+  const compared = () => {
+    const names = data.runs.map((run) => run.name);
+    page.append(make("h2", {}, "Difference of the recipes"), data.recipes.length
+      ? table(["key", ...names], data.recipes.map((row) => ["", [row.key, ...row.values]]))
+      : make("p", {class: "faint"}, "none"));
+    code("Difference of the code", true);
+    const labels = [...new Set(data.runs.flatMap((run) => run.headline.figures.map(([label]) => label)))];
+    const cell = (run, label) => {
+      const found = run.headline.figures.find(([name]) => name === label);
+      if (!found) return "";
+      const [, first, last, best] = found;
+      return `${short(first)} → ${short(last)}` + (best == null ? "" : ` (best ${short(best)})`);
+    };
+    const rows = labels.map((label) => ["", [label, ...data.runs.map((run) => cell(run, label))]]);
+    const phases = [...new Set(data.runs.flatMap((run) => run.headline.phases.map(([name]) => name)))];
+    for (const phase of phases) {
+      rows.push(["", [`seconds of ${phase}`, ...data.runs.map((run) => {
+        const found = run.headline.phases.find(([name]) => name === phase);
+        return found ? `${short(found[1])} (${(100 * found[2]).toFixed(0)}%)` : "";
+      })]]);
+    }
+    if (rows.length) page.append(make("h2", {}, "Side by side"), table(["first → last", ...names], rows));
+  };
+  const code = (title, open) => {
+    if (!data.code.length) return;
+    page.append(make("h2", {}, title));
+    for (const {title: name, lines} of data.code) {
+      const text = make("pre", {class: "code"});
+      for (const line of lines) {
+        const kind = !open ? "" : line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : "";
+        text.append(make("span", kind ? {class: kind} : {}, `${line}\n`));
+      }
+      page.append(make("details", open ? {open: ""} : {}, make("summary", {}, name), text));
+    }
+  };
+
   const header = () => {
     const several = data.runs.length > 1;
     for (const [i, run] of data.runs.entries()) {
       const row = make("div", {class: "run"});
       if (several) row.append(make("span", {class: "swatch", style: `background:${COLOURS[i % COLOURS.length]}`}));
       row.append(make("h1", {}, run.name), make("span", {class: "faint"}, run.status));
-      page.append(row);
+      page.append(row, headline(run));
       const warned = run.warnings.slice(0, 12);
       if (!warned.length) continue;
       const box = make("div", {class: "warnings"});
@@ -78,9 +136,27 @@
     order.forEach((place, i) => { columns[place + 1] = joined[i + 1]; });
     return columns;
   };
+  const STEPS = [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6, 7, 8].map((p) => n * 10 ** p)).sort((a, b) => a - b);
+  // as many digits as tell two labels apart; powers of ten for small and large numbers
+  const ticks = (u, values, axis, space, step) => {
+    const largest = Math.max(...values.map(Math.abs));
+    const power = Math.floor(Math.log10(step) + 1e-9);
+    const extra = Math.abs(step / 10 ** power - Math.round(step / 10 ** power)) > 1e-6 ? 1 : 0;  // 2.5
+    if (largest < 1e-3 || largest >= 1e6) {
+      const digits = Math.max(Math.floor(Math.log10(largest) + 1e-9) - power + extra, 0);
+      return values.map((v) => Math.abs(v) < step / 1e6 ? "0" : v.toExponential(Math.min(digits, 8)));
+    }
+    return values.map((v) => v.toFixed(Math.min(Math.max(extra - power, 0), 10)));
+  };
+  const around = (u, low, high) => low == null ? [0, 1] : low === high ? [low - 1, high + 1] : [low, high];
+  const range = (u, low, high) => {
+    if (low == null) return [0, 1];
+    if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+    return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, low + Math.abs(low) / 10];
+  };
   const axes = (unit, extra = {}) => {
     const common = {stroke: css("--faint"), grid: {stroke: css("--line"), width: 1}, ticks: {stroke: css("--line"), width: 1}};
-    return [{...common}, {...common, label: unit, labelSize: 18, labelFont: "11px system-ui", size: 62, ...extra}];
+    return [{...common, incrs: STEPS}, {...common, values: ticks, label: unit, labelSize: 18, labelFont: "11px system-ui", size: 62, ...extra}];
   };
 
   const draw = (plot, box) => {
@@ -88,7 +164,7 @@
     let shownColumns = columns;
     const options = {
       width: Math.max(box.clientWidth, 120), height: 230,
-      scales: {x: {time: false}}, axes: axes(plot.unit), cursor: {focus: {prox: 24}},
+      scales: {x: {time: false, range: around}, y: {range}}, axes: axes(plot.unit), cursor: {focus: {prox: 24}},
       legend: {show: plot.lines.length < 25}, series: [{label: "step"}],
     };
     plot.lines.forEach((line, i) => {
@@ -174,6 +250,61 @@
     if (!data.plots.length) grid.append(make("p", {class: "faint"}, "no step has been logged yet"));
   };
 
+  let wanted = "";  // what is searched for, and the metrics that are drawn: kept when a page is served
+  const drawn = new Set();
+  const allMetrics = () => {
+    if (!data.metrics.length) return;
+    const search = make("input", {type: "search", id: "search", placeholder: "search, such as acc", value: wanted, "aria-label": "search"});
+    const count = make("span", {class: "faint"});
+    const body = make("tbody");
+    const heads = ["first", "last", "smallest", "largest"];
+    const several = data.runs.length > 1;
+    const columns = several ? data.runs.map((run) => `${run.name}: first → last`) : heads;
+    const rows = [];
+    for (const metric of data.metrics) {
+      const cells = several
+        ? metric.runs.map((found) => found ? `${shown(found.numbers[0])} → ${shown(found.numbers[1])}` : "")
+        : metric.runs[0].numbers.map(shown);
+      const button = make("button", {type: "button"}, metric.name);
+      const row = make("tr", {}, make("td", {}, button), ...cells.map((cell) => make("td", {}, cell)));
+      const place = make("td", {colspan: cells.length + 1});
+      const below = make("tr", {hidden: ""}, place);
+      let made = null;
+      const show = () => {
+        below.hidden = !drawn.has(metric.name);
+        if (below.hidden || made) return;
+        const lines = metric.runs.flatMap((found, run) => found ? [{run, label: "", x: found.x, y: found.y}] : []);
+        made = draw({title: metric.name, unit: "", kind: "lines", lines}, place);
+        plots.push([made, place]);
+        window.mppoPlots[metric.name] = made;
+      };
+      button.addEventListener("click", () => {
+        if (!drawn.delete(metric.name)) drawn.add(metric.name);
+        show();
+      });
+      body.append(row, below);
+      rows.push([metric.name, row, below, show]);
+    }
+    const filter = () => {
+      wanted = search.value;
+      const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
+      let visible = 0;
+      for (const [name, row, below] of rows) {
+        const matches = words.every((word) => name.toLowerCase().includes(word));
+        row.hidden = !matches;
+        below.hidden = !matches || !drawn.has(name);
+        visible += matches;
+      }
+      count.textContent = ` ${visible} of ${rows.length}; a click on a name draws it`;
+    };
+    search.addEventListener("input", filter);
+    const head = make("tr", {}, ...["metric", ...columns].map((h) => make("th", {}, h)));
+    page.append(make("h2", {}, "All metrics"), make("p", {}, search, count),
+      make("div", {class: "scroll all", id: "all"}, make("table", {}, make("thead", {}, head), body)));
+    for (const [, , , show] of rows) show();
+    filter();
+  };
+
   const timelines = () => {
     window.mppoTimelines = {};
     for (const [i, run] of data.runs.entries()) {
@@ -257,12 +388,11 @@
           run.events.map((e) => [e.kind, [e.time.replace("T", " ").replace("+00:00", ""), e.step ?? "", e.kind, e.text]])));
       }
     }
-    const several = data.runs.length > 1;
-    const heads = ["key", ...data.runs.map((run) => several ? run.name : "value")];
+    if (data.runs.length > 1) return;  // their difference is on top
+    code("Code", false);
     const rows = data.recipes.map((row) => ["", [row.key, ...row.values]]);
-    const title = several ? "Difference of the recipes" : "Recipe";
-    const box = make("details", several ? {open: ""} : {}, make("summary", {}, title), rows.length ? table(heads, rows) : "none");
-    page.append(make("h2", {}, title), box);
+    const box = make("details", {}, make("summary", {}, "Recipe"), rows.length ? table(["key", "value"], rows) : "none");
+    page.append(make("h2", {}, "Recipe"), box);
   };
 
   const build = () => {
@@ -271,7 +401,9 @@
     const scrolled = window.scrollY;
     page.replaceChildren();
     header();
+    if (data.runs.length > 1) compared();
     drawPlots();
+    allMetrics();
     timelines();
     samples();
     rest();
