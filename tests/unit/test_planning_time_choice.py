@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.load import load_recipe
+from mppo.config.checks import check_recipe
+from mppo.config.load import load_recipe, resolved_yaml
 from mppo.planning.time.choice import LayoutChoice
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,18 @@ def test_one_step_ahead_older_samples_are_corrected():
     recipe = LayoutChoice(apart=16, ahead=True).applied(RECIPE, SPARSE, 32)
     assert recipe.trainer.rollout_ahead == 1
     assert recipe.algorithm.rollout_correction.rollout_is == "token"
+
+
+@pytest.mark.parametrize("choice", [
+    LayoutChoice(2, 2, 2, 1, 8, 2, 8192, recomputes=True, server=4, server_ep=4),
+    LayoutChoice(2, 2, ep=8, server=2, apart=16),
+    LayoutChoice(2, 2, ep=8, server=2, apart=16, ahead=True),
+])  # fmt: skip
+def test_a_choice_is_a_valid_recipe_and_survives_its_file(choice, tmp_path):
+    recipe = choice.applied(RECIPE, SPARSE, 32)
+    assert check_recipe(recipe, 32 - choice.apart, {}) == []
+    (tmp_path / "found.yaml").write_text(resolved_yaml(recipe))
+    assert resolved_yaml(load_recipe(tmp_path / "found.yaml")) == resolved_yaml(recipe)
 
 
 def test_more_tokens_or_no_recomputation_need_as_much():
