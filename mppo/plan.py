@@ -39,12 +39,17 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     simulated = "after the plan, run every pipeline stage on a simulated GPU (docs/simulation.md)"
     parser.add_argument("--simulate", action="store_true", help=simulated)
     parser.add_argument("--gpu", help="the GPU's name, or its memory in GiB")
-    picture = "draw who is where in which phase (an image file, such as a.svg)"
+    picture = (
+        "draw who is where in which phase, with --time the seconds of a step (an image file, "
+        "such as a.svg)"
+    )
     parser.add_argument("--picture", type=Path, help=picture)
     timed = "predict the seconds of a step (docs/planning.md; needs mppo[plan])"
     parser.add_argument("--time", action="store_true", help=timed)
     searched = "with --time: search layouts, and write the best as a recipe to this file"
     parser.add_argument("--search", type=Path, metavar="FILE", help=searched)
+    price = "with --time: price of a GPU for an hour, for the cost of a step"
+    parser.add_argument("--price", type=float, help=price)
     for what in ("prompt", "response"):
         mean = f"with --time: mean tokens of a {what}; default: the recipe's limit"
         parser.add_argument(f"--mean-{what}", type=float, help=mean)
@@ -80,16 +85,22 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     if info.rank:
         return 0
     from mppo.planning.describe import check_picture, draw_plan
+    from mppo.planning.time.describe import TimeOptions
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    means = _means(arguments)
+    _check_options(arguments)
     if arguments.picture is not None:
         check_picture(arguments.picture)
-    timing = None if means is None else found.timing(means, arguments.search)
+    timing = None
+    if arguments.time:
+        means = (arguments.mean_prompt, arguments.mean_response)
+        timing = found.timing(
+            TimeOptions(*means, arguments.price, arguments.search, arguments.picture)
+        )
     print(found)
     if timing is not None:
         print(f"\n{timing()}")
-    if arguments.picture is not None:
+    elif arguments.picture is not None:
         draw_plan(found, arguments.picture)
     code = 0 if found.fits else EXIT_TOO_LARGE
     if arguments.simulate:
@@ -99,20 +110,18 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     return code
 
 
-def _means(arguments: argparse.Namespace) -> tuple[float | None, float | None] | None:
-    """Mean tokens of a prompt and of a response with --time, else None."""
-    means = {
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that has an effect only with --time."""
+    options = {
         "--mean-prompt": arguments.mean_prompt,
         "--mean-response": arguments.mean_response,
+        "--price": arguments.price,
         "--search": arguments.search,
     }
-    if arguments.time:
-        return arguments.mean_prompt, arguments.mean_response
     why, fix = "it has an effect only with --time", "add --time"
-    issues = [ConfigIssue(key, mean, why, fix) for key, mean in means.items() if mean is not None]
-    if issues:
-        raise ConfigError(issues)
-    return None
+    given = {key: value for key, value in options.items() if value is not None}
+    if given and not arguments.time:
+        raise ConfigError([ConfigIssue(key, value, why, fix) for key, value in given.items()])
 
 
 if __name__ == "__main__":

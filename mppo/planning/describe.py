@@ -21,7 +21,8 @@ from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
-from mppo.planning.time.describe import Timing
+from mppo.planning.time.describe import TimeOptions, Timing, describe_prediction
+from mppo.planning.time.picture import draw_step
 from mppo.planning.time.search import Search, describe_search
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import Moment, describe_verdict
@@ -76,36 +77,40 @@ class RunPlan:
                 sizes[purpose] = sizes.get(purpose, 0.0) + size / GIB
         return found
 
-    def timing(
-        self, means: tuple[float | None, float | None], search: Path | None
-    ) -> Callable[[], str]:
+    def timing(self, options: TimeOptions) -> Callable[[], str]:
         """Check the options of a prediction.
 
         Args:
-            means: mean tokens of a prompt and of a response, by which the time of a step is
-                predicted; each None: the recipe's limit.
-            search: file for the recipe with the fastest layout; None: no search.
+            options: what is asked.
 
         Returns:
-            A function that predicts, and searches: the text of both.
+            A function that predicts, draws and searches, as far as asked: the text of all.
 
         Raises:
             ConfigError: an option is wrong, or the library is missing.
         """
-        if search is not None:
-            check_recipe_file(search)
-        timing = Timing.of(self.recipe, self.fit.gpu, means)
-        return lambda: self._predicted(timing, search)
+        if options.search is not None:
+            check_recipe_file(options.search)
+        timing = Timing.of(self.recipe, self.fit.gpu, options)
+        return lambda: self._predicted(timing)
 
-    def _predicted(self, timing: Timing, search: Path | None) -> str:
-        parts = [timing.describe(self.recipe, self.plans, self.fit, self.hf_configs)]
-        if search is not None:
+    def _predicted(self, timing: Timing) -> str:
+        load, prediction = timing.predict(self.recipe, self.plans, self.fit, self.hf_configs)
+        options = timing.options
+        parts = [describe_prediction(load, prediction, options.price)]
+        if options.picture is not None:
+            title = f"{self.recipe.trainer.experiment_name}, {self.fit.gpu.name}"
+            draw_step(title, prediction, self.world_size, options.picture)
+            parts.append(f"drawn: {options.picture}")
+        if options.search is not None:
             layouts = (self.world_size, self.hf_configs, self.fit.gpu)
             found = Search(self.recipe, *layouts, timing.sequences, timing.kernels).best()
             parts.append(describe_search(found))
-            if found:
-                search.write_text(resolved_yaml(found[0].recipe))
-                parts.append(f"written: {search}")
+            if found.recipe is None:
+                parts.append(f"not written: {options.search}, because nothing fits")
+            else:
+                options.search.write_text(resolved_yaml(found.recipe))
+                parts.append(f"written: {options.search}")
         return "\n\n".join(parts)
 
     def __str__(self) -> str:

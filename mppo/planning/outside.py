@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mppo.config.gpu_types import GIB, MIB
+from mppo.config.gpu_types import GIB, MIB, GpuType
 from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
 from mppo.parallel.layout import Coordinates, Layout
@@ -174,10 +174,29 @@ def colocated_engine(
     rollout = recipe.rollout
     if rollout.mode != "colocated" or rollout.urls:
         return None
+    tp = rollout.tensor_model_parallel_size
+    servers = rollout.servers or max(1, world_size // tp)
+    return _engine(recipe, servers, shape, parameters)
+
+
+def own_kv_tokens(recipe: Recipe, shape: ModelShape, parameters: int, gpu: GpuType) -> int:
+    """Tokens for which the KV cache of a server on GPUs of its own has room.
+
+    Args:
+        recipe: the recipe.
+        shape: shape of the actor's model.
+        parameters: number of parameters of the complete model.
+        gpu: the servers' GPU.
+    """
+    engine = _engine(recipe, max(1, len(recipe.rollout.urls)), shape, parameters)
+    return engine.kv_tokens(gpu.nbytes - engine.context - engine.graphs)
+
+
+def _engine(recipe: Recipe, servers: int, shape: ModelShape, parameters: int) -> Engine:
+    rollout = recipe.rollout
     width = BYTES[rollout.dtype or recipe.model.dtype]
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     tp = rollout.tensor_model_parallel_size
-    servers = rollout.servers or max(1, world_size // tp)
     responses = ceil(recipe.data.train_batch_size * rollout.n / servers)
     sequences = min(rollout.batch_size, responses)
     per_token = _kv_elements(shape, tp) * width

@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_time import ENDLESS, PEAK, role_load
 from transformers import AutoConfig
@@ -17,9 +17,17 @@ from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_
 from mppo.planning.time.layer import ATTENTION_BACKWARD, DecoderLayer, gemms
 from mppo.planning.time.lengths import quantiles, scattered
 from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
+from mppo.planning.time.picture import draw_step, group_bars, rank_groups
 from mppo.planning.time.role_load import TRAINER, RolePasses, StepSequences
 from mppo.planning.time.scaled import Scaled
-from mppo.planning.time.step import Phase, Prediction, StepLoad, predict_step
+from mppo.planning.time.step import (
+    Phase,
+    Prediction,
+    RoleShare,
+    StepLoad,
+    predict_step,
+    predict_training,
+)
 from mppo.weights.shape import model_shape
 
 DENSE = AutoConfig.for_model(
@@ -37,6 +45,7 @@ SEQUENCES = StepSequences(64, 100, 300, 1000, 4)
 # lengths
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5000), st.floats(0.02, 0.98), st.integers(1, 300))
 def test_quantiles_have_the_mean_and_stay_within_the_maximum(longest, share, count):
     lengths = quantiles(share * longest, longest, count)
@@ -269,9 +278,70 @@ def test_a_deeper_pipeline_with_few_micro_batches_is_idle():
 
 
 def test_what_takes_the_most_binds_a_phase():
-    phase = Phase("update", 3.0, {"compute": 1.0, "network": 2.0})
+    phase = Phase("update", 3.0, {"compute": 1.0, "network": 2.0}, 1)
     assert phase.bound == "network"
     assert Prediction((phase,), 10, 1, 1e12, "").utilization(phase) is None
+
+
+def test_a_role_s_use_is_that_of_its_own_part_of_a_shared_update():
+    roles = {"actor": RoleShare(6e12, 1.0), "critic": RoleShare(1e12, 0.5)}
+    update = Phase("update of actor and critic", 3.0, {"compute": 1.5}, 2, roles)
+    values = Phase("values", 1.0, {"compute": 1.0}, 2, {"critic": RoleShare(1e12, 1.0)})
+    prediction = Prediction((update, values), 10, 2, 1e12, "")
+    assert prediction.utilization(update) == pytest.approx(7 / 6)
+    # 2 of 3 seconds are the actor's, 1 + 1 the critic's
+    assert prediction.role_utilization() == pytest.approx({"actor": 6 / 4, "critic": 2 / 4})
+
+
+def test_a_gpu_is_idle_in_waits_and_beside_phases_of_others():
+    generation = Phase("generation", 4.0, {"memory": 4.0}, 4)
+    update = Phase("update of actor", 2.0, {"compute": 1.0, "idle pipeline": 1.0}, 12)
+    apart = Prediction((generation, update), 10, 16, 1e12, "")
+    whole = 6.0 * 16
+    assert apart.idle()["idle pipeline"] == pytest.approx(12 / whole)
+    assert apart.idle()["GPUs without a phase"] == pytest.approx(1 - (16 + 24) / whole)
+    beside = Prediction((generation, update), 10, 16, 1e12, "", overlapped=True)
+    assert beside.idle()["GPUs without a phase"] == pytest.approx(1 - (16 + 24) / 64)
+    assert beside.gpu_hours == pytest.approx(4.0 * 16 / 3600)
+
+
+def test_each_stage_s_seconds_are_those_of_the_phase():
+    loads = [role_load(DENSE, pp=2), role_load(DENSE, name="critic", pp=2)]
+    prediction = predict_step(step_load(roles=loads), PEAK)
+    for phase in prediction.phases:
+        for spent in phase.stages:
+            assert sum(spent.values()) == pytest.approx(phase.seconds, rel=1e-3), phase.name
+    assert [len(phase.stages) for phase in prediction.phases] == [0, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "fused", "flush_free"])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_the_formula_of_an_update_is_close_to_its_simulation(schedule, pp):
+    limits = MicroBatchLimits(1, 1100)
+    loads = [role_load(DENSE, name, pp=pp, limits=limits) for name in ("actor", "critic")]
+    load = step_load(roles=loads, schedule=schedule)
+    simulated, formula = (
+        sum(phase.seconds for phase in predict_training(load, PEAK, way)) for way in (True, False)
+    )
+    assert formula == pytest.approx(simulated, rel=0.15)
+
+
+def test_a_picture_has_a_bar_for_each_group_and_phase(tmp_path):
+    loads = [role_load(DENSE, pp=2), role_load(DENSE, name="critic", pp=2)]
+    shared = predict_step(step_load(roles=loads), PEAK)
+    assert rank_groups(shared, 8) == ["ranks 0 to 3", "ranks 4 to 7"]
+    assert len(list(group_bars(shared, 8))) == 2 * len(shared.phases)
+    apart = predict_step(
+        step_load(roles=loads, gpus=12, servers=Servers(4, 1, 64), overlapped=True), PEAK
+    )
+    bars = list(group_bars(apart, 8))
+    assert rank_groups(apart, 8)[-1] == "servers"
+    assert [bar.start for bar in bars if bar.phase.name == "generation"] == [0.0]
+    assert bars[1].start == 0.0
+    draw_step("a run", apart, 8, tmp_path / "step.svg")
+    drawn = (tmp_path / "step.svg").read_text()
+    for text in ("servers", "ranks 4 to 7", "compute", "predicted seconds of a step"):
+        assert text in drawn
 
 
 def test_kernels_of_another_gpu_keep_their_share_of_the_least_time():

@@ -16,11 +16,13 @@ from mppo.config.gpu_types import find_gpu
 from mppo.plan import main
 from mppo.planning.time import library
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
+from mppo.planning.verdict import EXIT_TOO_LARGE
 from mppo.weights.shape import model_shape
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 RECIPE = str(ROOT / "recipes" / "qwen3_30b_a3b_gsm8k_math.yaml")
+DRAWN = ROOT / "docs" / "images" / "step_qwen3_30b.svg"
 with_library = pytest.mark.skipif(
     find_spec("aiconfigurator_core") is None,
     reason='measured kernels are not installed: pip install "mppo[plan]" (Python 3.11 or newer)',
@@ -41,7 +43,7 @@ def test_without_the_library_one_command_is_told(monkeypatch, capsys):
 
 
 def test_a_mean_without_time_is_not_ignored(capsys):
-    for option in (["--mean-response", "100"], ["--search", "best.yaml"]):
+    for option in (["--mean-response", "100"], ["--search", "best.yaml"], ["--price", "2"]):
         assert main(["--config", RECIPE, *option]) == 2
         assert "add --time" in capsys.readouterr().err
 
@@ -54,15 +56,31 @@ def test_a_mean_beyond_the_limit_is_refused(mean, capsys):
     assert "data.max_response_length = 2048" in told
 
 
+@pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
+def test_a_price_that_is_none_is_refused(price, capsys):
+    assert main(["--config", RECIPE, "--time", f"--price={price}"]) == 2
+    assert "--price" in capsys.readouterr().err
+
+
 @with_library
-def test_a_plan_predicts_every_phase_and_names_its_source(capsys):
-    options = ["--time", "--mean-prompt", "150", "--mean-response", "800"]
-    assert main(["--config", RECIPE, *options]) == 0
+def test_a_plan_predicts_every_phase_and_names_its_source(tmp_path, capsys):
+    picture = tmp_path / "step.svg"
+    options = ["--time", "--mean-prompt", "150", "--mean-response", "800", "--price", "2.5"]
+    assert main(["--config", RECIPE, "trainer.nnodes=2", *options, "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
+    assert f"drawn: {picture}" in text
+    texts = [re.findall(r"<text [^>]*>([^<]*)</text>", one.read_text()) for one in (picture, DRAWN)]
+    assert texts[0] == texts[1]
+    assert {"ranks 0 to 7", "ranks 8 to 15", "idle pipeline"} <= set(texts[0])
     table = text[text.index("# predicted time of a step") :]
     assert re.search(r"^generation +\d+\.\d +\d+% +- +\w+", table, re.MULTILINE)
     assert re.search(r"^update of actor and critic +\d+\.\d +\d+% +\d+% ", table, re.MULTILINE)
-    assert re.search(r"^predicted step: \d+\.\d s, [\d,]+ tokens/s/GPU on 32 GPUs$", table, re.M)
+    assert re.search(r"^predicted step: \d+\.\d s, [\d,]+ tokens/s/GPU on 16 GPUs$", table, re.M)
+    use = r"^predicted MFU: actor \d+%, critic \d+%; GPUs wait for \d+% of the step \(network \d+%"
+    assert re.search(use, table, re.MULTILINE)
+    seconds = float(re.findall(r"^predicted step: ([\d.]+) s", table, re.MULTILINE)[0])
+    cost = float(re.findall(r"^predicted cost: ([\d.]+) a step", table, re.MULTILINE)[0])
+    assert cost == pytest.approx(2.5 * 16 * seconds / 3600, abs=0.01)
     assert re.search(r"^predicted by formulas from aiconfigurator-core \d+\.\d+", table, re.M)
 
 
@@ -83,11 +101,28 @@ def test_a_search_writes_the_fastest_layout_as_a_recipe(tmp_path, capsys):
     assert len(seconds) == 5
     assert seconds == sorted(seconds)
     assert seconds[0] <= now
+    assert re.search(r"^   generation .*; offloaded: actor|^   generation .*GPUs wait", text, re.M)
+    assert re.search(r"^[\d,]+ candidates compared; predicted by formulas from", text, re.MULTILINE)
     # the written recipe is planned with the time that was promised
     again = ["--config", str(best), "--time", "--mean-response", "200"]
     assert main(again) == 0
     found = re.findall(r"^predicted step: ([\d.]+) s", capsys.readouterr().out, re.MULTILINE)
     assert float(found[0]) == pytest.approx(seconds[0], abs=0.11)
+
+
+@with_library
+def test_a_search_in_which_nothing_fits_names_what_is_missing(tmp_path, capsys):
+    small = ["--config", str(ROOT / "recipes" / "qwen2.5_0.5b_gsm8k.yaml")]
+    best = tmp_path / "best.yaml"
+    options = ["--time", "--search", str(best), "--gpu", "3GiB"]
+    assert main([*small, "trainer.n_gpus_per_node=1", *options]) == EXIT_TOO_LARGE
+    text = capsys.readouterr().out
+    text = text[text.index("# layouts of actor and critic") :]
+    assert re.search(r"^1\. .*; does not fit$", text, re.MULTILINE)
+    assert "none fits; this one lacks the least:\nlargest moment:" in text
+    assert "What would help:" in text
+    assert "not written:" in text
+    assert not best.exists()
 
 
 @pytest.mark.parametrize(("name", "said"), [("there.yaml", "it exists"), ("no/a.yaml", "folder")])
@@ -139,7 +174,7 @@ def test_a_decoding_step_is_that_of_the_library_s_own_model(benchmark):
 @with_library
 @pytest.mark.parametrize(("gpu", "said"), [
     ("h200-141gb", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
-    ("40GiB", "GPU of 40 GiB has no measurements, so these are the times of another GPU, h100"),
+    ("40GiB", "no measurements, so seconds and MFU are those of the nearest known GPU, h100_sxm"),
 ])  # fmt: skip
 def test_a_gpu_without_measurements_has_those_of_a_named_one(gpu, said):
     kernels = library.open_library(find_gpu(gpu))
@@ -152,6 +187,18 @@ def test_latent_attention_and_unmeasured_experts_have_times():
     kernels = library.open_library(find_gpu("h100-80gb"))
     assert 0 < kernels.latent_decode(64, 1000, 16) < kernels.latent_decode(64, 4000, 16)
     assert library.Measured.experts(kernels, 64, 2048, 1408, 6, 64, 1, 1) > 0
+    assert "experts of 2048 x 1408 (6 of 64) have no measurements" in kernels.source
+
+
+@with_library
+def test_attention_without_measurements_has_a_time_and_is_named():
+    kernels = library.open_library(find_gpu("a100-80gb"))
+    measured, unmeasured = (kernels.attention(8, 4000, 16, 16, dim) for dim in (128, 96))
+    assert 0.3 * measured < unmeasured < measured
+    assert kernels.decode(64, 4000, 16, 16, 256) > kernels.decode(64, 4000, 16, 16, 128)
+    assert kernels.latent_decode(64, 4000, 16) > 0
+    for what in ("attention with heads of 96", "decoding with heads of 256", "latent attention"):
+        assert f"{what} has no measurements" in kernels.source
 
 
 def test_the_error_of_a_missing_library_has_a_fix(monkeypatch):

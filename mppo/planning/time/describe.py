@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import GpuType
 from mppo.config.schema import Recipe
 from mppo.planning.fit import Fit
@@ -23,35 +25,61 @@ _ASSUMED = (
 
 
 @dataclass(frozen=True)
+class TimeOptions:
+    """What is asked of a prediction.
+
+    Args:
+        prompt: mean tokens of a prompt; None: the recipe's limit.
+        response: the same of a response.
+        price: of a GPU for an hour; None: no cost is told.
+        search: file for the recipe with the fastest layout; None: no search.
+        picture: file for a picture of the step; None: none is drawn.
+    """
+
+    prompt: float | None = None
+    response: float | None = None
+    price: float | None = None
+    search: Path | None = None
+    picture: Path | None = None
+
+
+@dataclass(frozen=True)
 class Timing:
     """What a plan needs to predict the time of a step.
 
     Args:
         sequences: the sequences of a step.
         kernels: the GPU.
+        options: what is asked.
     """
 
     sequences: StepSequences
     kernels: Kernels
+    options: TimeOptions
 
     @staticmethod
-    def of(recipe: Recipe, gpu: GpuType, means: tuple[float | None, float | None]) -> Timing:
+    def of(recipe: Recipe, gpu: GpuType, options: TimeOptions) -> Timing:
         """Check the options and load the measured kernels.
 
         Args:
             recipe: a valid recipe.
             gpu: the type of the GPU.
-            means: mean tokens of a prompt and of a response; None: the recipe's limits.
+            options: what is asked.
 
         Raises:
-            ConfigError: the library is not installed, or a mean is wrong.
+            ConfigError: the library is not installed, or an option is wrong.
         """
-        return Timing(recipe_sequences(recipe, *means), open_library(gpu))
+        sequences = recipe_sequences(recipe, options.prompt, options.response)
+        price = options.price
+        if price is not None and not 0 < price < float("inf"):
+            why = "it is not the price of a GPU for an hour"
+            raise ConfigError([ConfigIssue("--price", price, why, "give a number above 0")])
+        return Timing(sequences, open_library(gpu), options)
 
-    def describe(
+    def predict(
         self, recipe: Recipe, plans: Sequence[RolePlan], fit: Fit, hf_configs: Mapping[str, Any]
-    ) -> str:
-        """Predict and describe the time of a step.
+    ) -> tuple[StepLoad, Prediction]:
+        """Predict the time of a step.
 
         Args:
             recipe: the recipe.
@@ -60,19 +88,20 @@ class Timing:
             hf_configs: Hugging Face config object of each role's model, by role.
 
         Returns:
-            A table of phases and totals, each called predicted.
+            What the step computes, and its predicted time.
         """
         recipe = with_token_budgets(recipe, plans[0].layout.world, hf_configs)
         load = recipe_load(recipe, plans, fit, hf_configs, self.sequences)
-        return describe_prediction(load, predict_step(load, self.kernels))
+        return load, predict_step(load, self.kernels)
 
 
-def describe_prediction(load: StepLoad, prediction: Prediction) -> str:
+def describe_prediction(load: StepLoad, prediction: Prediction, price: float | None = None) -> str:
     """Describe a prediction.
 
     Args:
         load: what the step computes.
         prediction: its predicted time.
+        price: of a GPU for an hour; None: no cost is told.
     """
     sequences = load.sequences
     lengths = f"{sequences.prompt:,.0f} + {sequences.response:,.0f}"
@@ -87,9 +116,32 @@ def describe_prediction(load: StepLoad, prediction: Prediction) -> str:
             _columns(rows),
             f"predicted step: {prediction.seconds:.1f} s{together}, "
             f"{prediction.throughput:,.0f} tokens/s/GPU on {prediction.gpus} GPUs",
+            _use(prediction),
+            *([] if price is None else [_cost(prediction, price)]),
             f"predicted by formulas from {prediction.source}.",
             _ASSUMED,
         ]
+    )
+
+
+def _use(prediction: Prediction) -> str:
+    """MFU by role, and what GPUs wait for."""
+    use = prediction.role_utilization()
+    roles = ", ".join(f"{name} {share:.0%}" for name, share in use.items())
+    idle = prediction.idle()
+    waits = ", ".join(f"{kind} {share:.0%}" for kind, share in idle.items() if share >= 0.005)
+    return (
+        f"predicted MFU: {roles}; GPUs wait for {sum(idle.values()):.0%} of the step"
+        f"{f' ({waits})' if waits else ''}"
+    )
+
+
+def _cost(prediction: Prediction, price: float) -> str:
+    cost = prediction.gpu_hours * price
+    million = 1e6 * cost / prediction.tokens
+    return (
+        f"predicted cost: {cost:,.2f} a step, {million:,.2f} per million tokens "
+        f"({prediction.gpu_hours:.3g} GPU hours at {price:,.2f})"
     )
 
 

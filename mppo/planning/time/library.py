@@ -16,6 +16,7 @@ import yaml
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import GPU_TYPES, GpuType
 from mppo.planning.time.kernels import Collective, GpuSystem, Kernels
+from mppo.planning.time.layer import STREAMED
 from mppo.planning.time.scaled import Scaled
 
 PACKAGE = "aiconfigurator-core"
@@ -23,6 +24,8 @@ ENGINE = "sglang"
 LOAD = "power_law_1.2"
 """How the measured experts are loaded: unevenly, as the library's own estimates take it."""
 
+_UNMEASURED = 0.5
+"""Share of the peak that attention without measurements reaches."""
 SYSTEMS = {
     "a100-40gb": "a100_sxm",
     "a100-80gb": "a100_sxm",
@@ -62,7 +65,7 @@ def open_library(gpu: GpuType) -> Kernels:
     if key in WITHOUT_DATA:
         flops, memory, within = WITHOUT_DATA[key]
         return Scaled(Measured("h200_sxm", source), gpu.name, flops, memory, within)
-    why = f"{gpu.name} has no measurements, so these are the times of another GPU"
+    why = f"{gpu.name} has no measurements, so seconds and MFU are those of the nearest known GPU"
     return Measured(NEAREST, f"{source}; {why}")
 
 
@@ -92,7 +95,8 @@ class Measured:
     """
 
     def __init__(self, system: str, source: str) -> None:
-        self.source = f"{source}, {system}"
+        self._source = f"{source}, {system}"
+        self._unmeasured: set[str] = set()
         gpu, node = (_description(system)[key] for key in ("gpu", "node"))
         self.system = GpuSystem(
             system,
@@ -106,6 +110,10 @@ class Measured:
         )
         self._handle = _handle(system)
 
+    @property
+    def source(self) -> str:
+        return "; ".join([self._source, *sorted(self._unmeasured)])
+
     def gemm(self, m: int, n: int, k: int) -> float:
         fields = {"n": n, "k": k, "quant_mode": "bfloat16", "scale_num_tokens": 1,
                   "low_precision_input": False, "seq_split": 1, "below_grid_sol": True}  # fmt: skip
@@ -115,16 +123,37 @@ class Measured:
         fields = {"n": heads, "n_kv": kv_heads, "head_size": dim, "window_size": 0,
                   "kv_cache_dtype": "bfloat16", "fmha_quant_mode": "bfloat16",
                   "use_qk_norm": False, "cp_size": 1, "lane_order": ["default"]}  # fmt: skip
-        return self._seconds("ContextAttention", fields, batch=batch, length=length)
+        flops = 2 * batch * length**2 * heads * dim
+        nbytes = 4 * batch * length * (heads + kv_heads) * dim
+        try:
+            return self._seconds("ContextAttention", fields, batch=batch, length=length)
+        except _module(".sdk.errors").PerfDataNotAvailableError:
+            return self._least(f"attention with heads of {dim}", flops, nbytes)
 
     def decode(self, batch: int, context: int, heads: int, kv_heads: int, dim: int) -> float:
         fields = {"n": heads, "n_kv": kv_heads, "head_size": dim, "window_size": 0,
                   "kv_cache_dtype": "bfloat16", "lane_order": ["default"]}  # fmt: skip
-        return self._seconds("GenerationAttention", fields, False, batch, context)
+        pairs = 4 * batch * context * dim
+        try:
+            return self._seconds("GenerationAttention", fields, False, batch, context)
+        except _module(".sdk.errors").PerfDataNotAvailableError:
+            what = f"decoding with heads of {dim}"
+            return self._least(what, pairs * heads, pairs * kv_heads)
 
     def latent_decode(self, batch: int, context: int, heads: int) -> float:
         fields = {"num_heads": heads, "kv_cache_dtype": "bfloat16"}
-        return self._seconds("GenerationMla", fields, False, batch, context)
+        try:
+            return self._seconds("GenerationMla", fields, False, batch, context)
+        except _module(".sdk.errors").PerfDataNotAvailableError:
+            # 512 + 64 elements of a token's cache (DeepSeek-V2)
+            pairs = 2 * batch * context
+            return self._least("decoding with latent attention", pairs * heads * 1088, pairs * 576)
+
+    def _least(self, what: str, flops: float, nbytes: float) -> float:
+        """Seconds of attention without measurements, by operations and bytes."""
+        self._unmeasured.add(f"{what} has no measurements, so its time is by operations and bytes")
+        system = self.system
+        return max(flops / (_UNMEASURED * system.flops), nbytes / (STREAMED * system.memory))
 
     def experts(self, tokens: int, hidden: int, width: int, active: int, experts: int, tp: int,
                 ep: int) -> float:  # fmt: skip
@@ -136,6 +165,10 @@ class Measured:
         try:
             return self._seconds("Moe", fields, x=tokens)
         except _module(".sdk.errors").PerfDataNotAvailableError:  # a shape without measurements
+            self._unmeasured.add(
+                f"experts of {hidden} x {width} ({active} of {experts}) have no measurements in an "
+                "engine, so generation has at least the time to read them"
+            )
             return self._unmeasured_experts(tokens, hidden, width // tp, active, experts, ep)
 
     def _unmeasured_experts(
@@ -143,7 +176,7 @@ class Measured:
     ) -> float:
         """At least the time to read the experts in use, and of products as efficient as a GEMM."""
         used = experts * (1 - (1 - active / experts) ** tokens) / ep
-        reading = used * 6 * hidden * width / (0.8 * self.system.memory)
+        reading = used * 6 * hidden * width / (STREAMED * self.system.memory)
         rows = max(1, tokens * active // ep)
         return max(reading, self.gemm(rows, 2 * width, hidden) + self.gemm(rows, hidden, width))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -13,6 +14,7 @@ from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.fit import Fit, copied_bytes
 from mppo.planning.flops import model_flops
 from mppo.planning.memory import experts_per_token
+from mppo.planning.outside import own_kv_tokens
 from mppo.planning.plan import RolePlan
 from mppo.planning.time.generation import Servers
 from mppo.planning.time.role_load import RoleLoad, StepSequences
@@ -71,7 +73,9 @@ def recipe_load(
     tp = 1 if rollout.name == "local" else rollout.tensor_model_parallel_size
     colocated = rollout.mode == "colocated" and not rollout.urls
     servers = (rollout.servers or max(1, world // tp)) if colocated else max(1, len(rollout.urls))
-    room = fit.verdict.kv_tokens if colocated and fit is not None else None
+    room = fit.verdict.kv_tokens if fit is not None else None
+    if not colocated and fit is not None:  # on GPUs of the same type
+        room = own_kv_tokens(recipe, plans[0].passes[0].kind.shape, plans[0].parameters, fit.gpu)
     uses = [] if fit is None else [copied_bytes(use, fit.table) for use in fit.uses.values()]
     roles = [_role_load(recipe, plan, hf_configs[plan.role.name]) for plan in plans]
     measured = [role.name for role in roles if role.name != "actor" or recipe.needs_actor_logprobs]
@@ -85,6 +89,26 @@ def recipe_load(
         copied=max(uses, default=0),
         overlapped=rollout.generates_ahead,
     )
+
+
+def with_batching(load: StepLoad, recipe: Recipe) -> StepLoad:
+    """What a step computes with the micro-batches and the recomputation of another recipe.
+
+    Args:
+        load: of a recipe that differs in nothing else.
+        recipe: the other recipe, with numbers as token budgets.
+    """
+    roles = {role.name: role for role in recipe.roles()}
+    changed = [
+        replace(
+            one,
+            training=_limits(roles[one.name], one.layout.cp, training=True),
+            measuring=_limits(roles[one.name], one.layout.cp, training=False),
+            recomputes=roles[one.name].megatron.recompute_granularity == "full",
+        )
+        for one in load.roles
+    ]
+    return replace(load, roles=changed)
 
 
 def _role_load(recipe: Recipe, plan: RolePlan, hf_config: Any) -> RoleLoad:

@@ -28,7 +28,11 @@ class Scaled:
         self.system: GpuSystem = replace(
             measured.system, name=name, flops=flops, memory=memory, within=within
         )
-        self.source = f"{measured.source}; scaled to {name} by peak and bandwidth: not measured"
+
+    @property
+    def source(self) -> str:
+        name = self.system.name
+        return f"{self._measured.source}; scaled to {name} by peak and bandwidth: not measured"
 
     def gemm(self, m: int, n: int, k: int) -> float:
         ratio = self._ratio(2 * m * n * k, 2 * (m * n + m * k + n * k))

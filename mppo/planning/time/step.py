@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import RoleWork
@@ -26,6 +26,25 @@ _SIMULATED = 3
 """Mini-batches of an update whose schedule is simulated; the others take as long."""
 
 
+Spent = Mapping[str, float]
+"""Seconds by what they are spent on."""
+WAITS = ("network", "host", "idle pipeline")
+"""What a GPU is idle for; in the tail of generation it is slow, not idle."""
+
+
+@dataclass(frozen=True)
+class RoleShare:
+    """A role's part of a phase.
+
+    Args:
+        operations: operations that count for its MFU, over all ranks.
+        busy: mean seconds of a rank in the role's passes.
+    """
+
+    operations: float
+    busy: float
+
+
 @dataclass(frozen=True)
 class Phase:
     """A phase of a step.
@@ -33,21 +52,35 @@ class Phase:
     Args:
         name: what it does.
         seconds: predicted seconds.
-        spent: the same by what they are spent on.
-        role: the role that computes; None: none does.
-        operations: operations that count for its MFU, over all ranks.
+        spent: the same by what they are spent on, the mean of its GPUs.
+        gpus: GPUs that it runs on.
+        roles: the roles that compute.
+        stages: ``spent`` of the GPUs of each pipeline stage; empty: all GPUs alike.
     """
 
     name: str
     seconds: float
-    spent: Mapping[str, float]
-    role: str | None = None
-    operations: float = 0.0
+    spent: Spent
+    gpus: int
+    roles: Mapping[str, RoleShare] = field(default_factory=dict[str, RoleShare])
+    stages: Sequence[Spent] = ()
 
     @property
     def bound(self) -> str:
         """What takes the most of its time."""
         return max(self.spent, key=lambda kind: self.spent[kind])
+
+    @property
+    def operations(self) -> float:
+        """Operations of all its roles."""
+        return sum(share.operations for share in self.roles.values())
+
+    def seconds_of(self, role: str) -> float:
+        """The role's part of its seconds: as much as of its passes."""
+        if role not in self.roles:
+            return 0.0
+        busy = sum(share.busy for share in self.roles.values())
+        return self.seconds * self.roles[role].busy / busy
 
 
 @dataclass(frozen=True)
@@ -86,7 +119,32 @@ class Prediction:
         """Share of the peak that a phase's operations reach on all GPUs (MFU)."""
         if not phase.operations:
             return None
-        return phase.operations / (phase.seconds * self.gpus * self.peak)
+        return phase.operations / (phase.seconds * phase.gpus * self.peak)
+
+    def role_utilization(self) -> dict[str, float]:
+        """The same of each role, over all its passes."""
+        names = dict.fromkeys(name for phase in self.phases for name in phase.roles)
+        found: dict[str, float] = {}
+        for name in names:
+            own = [phase for phase in self.phases if name in phase.roles]
+            held = sum(phase.seconds_of(name) * phase.gpus for phase in own)
+            found[name] = sum(phase.roles[name].operations for phase in own) / (held * self.peak)
+        return found
+
+    def idle(self) -> dict[str, float]:
+        """Share of the time of all GPUs that each kind of waiting takes."""
+        whole = self.seconds * self.gpus
+        waits = {
+            kind: sum(phase.spent.get(kind, 0.0) * phase.gpus for phase in self.phases) / whole
+            for kind in WAITS
+        }
+        held = sum(phase.seconds * phase.gpus for phase in self.phases)
+        return {**waits, "GPUs without a phase": max(0.0, 1 - held / whole)}
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of one GPU that the step takes of all."""
+        return self.seconds * self.gpus / 3600
 
 
 @dataclass(frozen=True)
@@ -134,57 +192,115 @@ def predict_generation(load: StepLoad, kernels: Kernels) -> Phase:
     """Predict the time of generation. For the arguments see ``predict_step``."""
     actor = load.roles[0]
     engine = EnginePasses(kernels, actor.shape, actor.active, load.servers)
-    return _generation(engine.generate(load.sequences))
+    servers = load.servers
+    return _generation(engine.generate(load.sequences), min(load.gpus, servers.count * servers.tp))
 
 
-def predict_training(load: StepLoad, kernels: Kernels) -> list[Phase]:
-    """Predict the time of the phases after generation. For the arguments see ``predict_step``."""
+def predict_training(load: StepLoad, kernels: Kernels, simulated: bool = True) -> list[Phase]:
+    """Predict the time of the phases after generation.
+
+    Args:
+        load: what the step computes.
+        kernels: the GPU.
+        simulated: simulate the schedule of an update, which can take seconds; False: by a formula.
+    """
     roles = {role.name: RolePasses(kernels, role, load.sequences) for role in load.roles}
     phases: list[Phase] = []
-    for name in load.measured:
-        cost, operations = roles[name].measured, roles[name].operations()[0]
-        phases.append(Phase(PASSES[name], cost.seconds, cost.spent(), name, operations))
-    phases += _updates(load, [role for role in roles.values() if role.load.mini_batches])
+    phases += [_measured(PASSES[name], roles[name]) for name in load.measured]
+    phases += _updates(load, list(roles.values()), simulated)
     phases.append(_weight_sync(load.roles[0], kernels))
     if load.copied:
         seconds = load.copied / (EFFICIENCY * kernels.system.host)
-        phases.append(Phase("copies to and from the host", seconds, {"host": seconds}))
+        world = load.roles[0].layout.world
+        phases.append(Phase("copies to and from the host", seconds, {"host": seconds}, world))
     return phases
 
 
-def _generation(found: GenerationTime) -> Phase:
+def _generation(found: GenerationTime, gpus: int) -> Phase:
     spent = (found.prefill + found.decoding).spent()
     # what the tail takes is not for want of bandwidth
     share = 1 - found.tail / found.seconds
     spent = {kind: seconds * share for kind, seconds in spent.items()}
-    return Phase("generation", found.seconds, {**spent, "tail of generation": found.tail})
+    spent["tail of generation"] = found.tail
+    return Phase("generation", found.seconds, spent, gpus)
 
 
-def _updates(load: StepLoad, trained: Sequence[RolePasses]) -> list[Phase]:
+def _measured(name: str, role: RolePasses) -> Phase:
+    """A pass over all sequences before the update."""
+    seconds, waiting = role.measured.seconds, "idle pipeline"
+    stages = [_filled((cost * role.measuring.count).spent(), seconds, waiting)
+              for cost in role.forward]  # fmt: skip
+    busy = sum(cost.seconds for cost in role.forward) * role.measuring.count / len(stages)
+    shares = {role.load.name: RoleShare(role.operations()[0], busy)}
+    return Phase(name, seconds, _mean(stages), role.load.layout.world, shares, stages)
+
+
+def _filled(spent: Spent, seconds: float, waiting: str) -> Spent:
+    """What a rank does in a phase, with what is left of its seconds as waiting."""
+    left = max(0.0, seconds - sum(spent.values()))
+    return {**spent, waiting: spent.get(waiting, 0.0) + left}
+
+
+def _mean(spent: Sequence[Spent]) -> Spent:
+    return {kind: sum(one[kind] for one in spent) / len(spent) for kind in spent[0]}
+
+
+def _updates(load: StepLoad, roles: Sequence[RolePasses], simulated: bool) -> list[Phase]:
     """The update of each trained role; one phase if they share a pipeline."""
+    trained = [role for role in roles if role.load.mini_batches]
     shared = load.schedule != "sequential" and len({r.load.layout.pp for r in trained}) == 1
     together = [trained] if shared and len(trained) > 1 else [[role] for role in trained]
-    return [_update(roles, load.schedule if shared else "sequential") for roles in together]
+    kind = load.schedule if shared else "sequential"
+    return [_update(roles, kind, simulated) for roles in together]
 
 
-def _update(roles: Sequence[RolePasses], kind: ScheduleKind) -> Phase:
-    """Simulate the update of roles that share a pipeline."""
+def _update(roles: Sequence[RolePasses], kind: ScheduleKind, simulated: bool) -> Phase:
+    """The update of roles that share a pipeline."""
     stages = roles[0].load.layout.pp
-    repeats = max(1.0, max(role.load.mini_batches for role in roles) / _SIMULATED)
     works = tuple(_work(role, stages) for role in roles)
-    seconds = make_schedule(kind, works, stages).simulation.makespan * repeats
-    busy: dict[str, float] = {}
-    for role in roles:
-        for cost in _busy(role):
-            for name, value in cost.spent().items():
-                busy[name] = busy.get(name, 0.0) + value / stages
-    idle = max(0.0, seconds - sum(busy.values()))
-    names = " and ".join(role.load.name for role in roles)
-    operations = sum(role.operations()[1] for role in roles)
+    if simulated:
+        repeats = max(1.0, max(role.load.mini_batches for role in roles) / _SIMULATED)
+        seconds = make_schedule(kind, works, stages).simulation.makespan * repeats
+    else:
+        seconds = _formula(roles, works, stages)
     # without a pipeline, what is neither pass nor step waits for the exchange of gradients
     waiting = "idle pipeline" if stages > 1 else "network"
-    spent = {**busy, waiting: busy.get(waiting, 0.0) + idle}
-    return Phase(f"update of {names}", seconds, spent, names, operations)
+    spent = [
+        _filled(_sum([one.spent() for role in roles for one in _busy(role, stage)]), seconds,
+                waiting)
+        for stage in range(stages)
+    ]  # fmt: skip
+    shares = {
+        role.load.name: RoleShare(
+            role.operations()[1],
+            sum(one.seconds for stage in range(stages) for one in _busy(role, stage)) / stages,
+        )
+        for role in roles
+    }
+    name = f"update of {' and '.join(shares)}"
+    return Phase(name, seconds, _mean(spent), roles[0].load.layout.world, shares, spent)
+
+
+def _sum(spent: Sequence[Spent]) -> Spent:
+    return {kind: sum(one[kind] for one in spent) for kind in spent[0]}
+
+
+def _formula(roles: Sequence[RolePasses], works: Sequence[RoleWork], stages: int) -> float:
+    """Seconds of an update without simulation: the slowest stage's passes and steps, the exchanges
+    beside which no other role computes, and the filling of the pipeline, once in all if roles share
+    it, else once for each mini-batch."""
+    seconds, fills = 0.0, list[float]()
+    mini_batches = max(role.load.mini_batches for role in roles)
+    for role, work in zip(roles, works, strict=True):
+        slowest = max(
+            forward.seconds + backward.seconds
+            for forward, backward in zip(role.training_forward, role.training_backward)
+        )
+        seconds += role.load.mini_batches * (role.training.count * slowest + work.step)
+        fills.append((stages - 1) * slowest / work.chunks)
+    if len(roles) > 1:
+        return seconds + max(fills)
+    return seconds + mini_batches * (fills[0] + works[0].reduce)
 
 
 def _work(role: RolePasses, stages: int) -> RoleWork:
@@ -200,12 +316,11 @@ def _work(role: RolePasses, stages: int) -> RoleWork:
     )
 
 
-def _busy(role: RolePasses) -> list[Cost]:
-    """What the stages compute in an update."""
-    times = role.load.mini_batches
-    passes = [*role.training_forward, *role.training_backward]
-    steps = [role.optimizer(stage) * times for stage in range(role.load.layout.pp)]
-    return [*(one * (role.training.count * times) for one in passes), *steps]
+def _busy(role: RolePasses, stage: int) -> list[Cost]:
+    """What a stage computes in an update."""
+    times, passes = role.load.mini_batches, role.training.count * role.load.mini_batches
+    forward, backward = role.training_forward[stage], role.training_backward[stage]
+    return [forward * passes, backward * passes, role.optimizer(stage) * times]
 
 
 def _weight_sync(actor: RoleLoad, kernels: Kernels) -> Phase:
@@ -217,4 +332,5 @@ def _weight_sync(actor: RoleLoad, kernels: Kernels) -> Phase:
     # the engine's ranks copy what they received
     copied = 2 * whole / (STREAMED * kernels.system.memory)
     seconds = gathered + copied
-    return Phase("weight sync", seconds, {"network": gathered, "memory": copied})
+    spent = {"network": gathered, "memory": copied}
+    return Phase("weight sync", seconds, spent, layout.world)
