@@ -165,7 +165,7 @@ class Recipe(Section):
     def needs_actor_logprobs(self) -> bool:
         """Whether the actor computes the old log-probabilities, instead of using the engine's."""
         correction = self.algorithm.rollout_correction
-        rejects = correction.rollout_rs != "off" or correction.rollout_token_veto_threshold
+        rejects = correction.rollout_rs or correction.rollout_token_veto_threshold
         return bool(not correction.bypass_mode or rejects or self.needs_full_kl)
 
     @property
