@@ -58,11 +58,11 @@ def count(name: str, text: str) -> Counted:
     return name, keys, *found.values()
 
 
-def rows(planned: bool) -> Iterator[tuple[Counted, str]]:
-    """The counts of every command; with ``planned`` the verdict of the dry run too."""
+def rows() -> Iterator[tuple[Counted, str]]:
+    """The counts of every command, and the verdict of the dry run."""
     for name, system, arguments, text in commands():
         recipe, _ = migrate(system, text, arguments)
-        yield count(name, recipe), _verdict(recipe) if planned else ""
+        yield count(name, recipe), _verdict(recipe)
 
 
 def _verdict(text: str) -> str:
@@ -92,7 +92,7 @@ def main() -> None:
     assert CONFIGS.is_dir()
     table = "".join(
         f"| `{counts[0]}` | {' | '.join(map(str, counts[1:]))} | {verdict} |\n"
-        for counts, verdict in rows(planned=True)
+        for counts, verdict in rows()
     )
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
