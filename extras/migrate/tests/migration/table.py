@@ -79,7 +79,7 @@ def _verdict(text: str) -> str:
         except ConfigError as error:
             issue = error.issues[0]
             if any(words in issue.why for words in ("no such folder", "cannot be downloaded")):
-                return f"not planned: {issue.value} is not in `recipes/configs`"
+                return "not planned: no folder of the model's name in `recipes/configs`"
             return f"`{issue.key}`: {issue.why}".replace("|", "\\|").replace("\n", " ")
     sizes = found.recipe.actor.megatron
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
