@@ -125,7 +125,7 @@ class Registry(Mapping[str, Any]):
 
 estimator = Registry(
     "advantage estimator",
-    ("gae", "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
+    ("gae", "grpo", "grpo_passk", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
      "reinforce_plus_plus_baseline", "remax", "opo", "gpg"),
     ("scores_B", "group_B", "length_B", "options"),
 )  # fmt: skip
@@ -133,9 +133,10 @@ estimator = Registry(
 because they need more than scores."""
 policy_loss = Registry(
     "policy loss",
-    ("vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg", "plain"),
+    ("vanilla", "gspo", "gmpo", "cispo", "dis", "sapo", "clip_cov", "kl_cov", "gpg",
+     "reinforce", "dppo_tv", "dppo_kl", "dro", "plain"),
     ("inputs",),
-)
+)  # fmt: skip
 """See ``mppo.algos.policy_loss.PolicyLoss``."""
 verifier = Registry(
     "verifier",

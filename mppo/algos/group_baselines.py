@@ -28,6 +28,11 @@ class _Groups:
         """Sum over each member's group: float ``[B]``."""
         return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
 
+    def max(self, x_B: Tensor) -> Tensor:
+        """Largest element of each member's group: float ``[B]``."""
+        lowest = x_B.new_full((self.count,), -torch.inf)
+        return lowest.scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
+
     def mean(self, x_B: Tensor) -> Tensor:
         """Mean over each member's group, 0 for a group of one: float ``[B]``."""
         return torch.where(self.size_B > 1, self.sum(x_B) / self.size_B, 0.0)
@@ -68,6 +73,30 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     """
     centered_B = scores_B - group_mean(scores_B, group_B)
     return centered_B / (group_std(scores_B, group_B) + 1e-6) if by_std else centered_B
+
+
+def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
+    """``R - second largest R of the group`` for the best response, 0 for all others: pass@k.
+
+    Two best responses of equal score have 0 too, and so has a group of one.
+
+    Args:
+        scores_B: float ``[B]``.
+        group_B: int64 ``[B]``.
+        by_std: divide by the group's unbiased standard deviation + 1e-6.
+
+    Returns:
+        float ``[B]``.
+
+    Source: https://arxiv.org/abs/2503.19595; verl ``compute_grpo_passk_outcome_advantage``.
+    """
+    groups = _groups(group_B, scores_B)
+    best_B = groups.max(scores_B)
+    is_best_B = scores_B == best_B
+    second_B = groups.max(torch.where(is_best_B, -torch.inf, scores_B))
+    alone_B = is_best_B & (groups.sum(is_best_B.to(scores_B.dtype)) == 1) & (groups.size_B > 1)
+    lead_B = torch.where(alone_B, best_B - second_B, 0.0)
+    return lead_B / (group_std(scores_B, group_B) + 1e-6) if by_std else lead_B
 
 
 def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
@@ -127,7 +156,7 @@ class OutcomeOptions:
     """Options of some estimators.
 
     Args:
-        by_std: for grpo: divide by the group's standard deviation.
+        by_std: for grpo and grpo_passk: divide by the group's standard deviation.
         f_norm: for gpg: the divisor.
     """
 
@@ -140,6 +169,7 @@ OutcomeEstimator = Callable[[Tensor, Tensor, Tensor, OutcomeOptions], Tensor]
 
 _OWN: dict[str, OutcomeEstimator] = {
     "grpo": lambda score, group, length, options: grpo(score, group, options.by_std),
+    "grpo_passk": lambda score, group, length, options: grpo_passk(score, group, options.by_std),
     "dr_grpo": lambda score, group, length, options: grpo(score, group, False),
     "rloo": lambda score, group, length, options: rloo(score, group),
     "rloo_vectorized": lambda score, group, length, options: rloo_vectorized(score, group),

@@ -6,6 +6,7 @@ float ``[T]``, and two indicators ``[T]``: where the clip range and where the du
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class LossInputs:
         dual_clip: bound of the ratio for negative advantages; None: none.
         tau_pos, tau_neg: temperatures of sapo.
         kl_coef: of kl_cov.
+        dro_beta: of dro.
+        importance_T: float ``[T]``, for reinforce: weight of each token; None: 1.
     """
 
     logprobs_T: Tensor
@@ -53,6 +56,8 @@ class LossInputs:
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     kl_coef: float = 0.1
+    dro_beta: float | None = None
+    importance_T: Tensor | None = None
 
 
 PolicyLoss = Callable[[LossInputs], Loss]
@@ -113,6 +118,84 @@ def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
     Source: GPG, https://arxiv.org/abs/2504.02546; verl ``compute_policy_loss_gpg``.
     """
     return with_indicators(-advantages_T * logprobs_T)
+
+
+def reinforce(logprobs_T: Tensor, importance_T: Tensor | None, advantages_T: Tensor) -> Loss:
+    """``-sg(w) A log pi``: REINFORCE for samples of another policy, w the importance weight.
+
+    Args:
+        logprobs_T, advantages_T: float ``[T]``.
+        importance_T: w, of the current policy against the one that sampled, float ``[T]``; None: 1.
+
+    Source: verl ``compute_policy_loss_reinforce``.
+    """
+    weight_T = 1.0 if importance_T is None else importance_T.detach()
+    return with_indicators(-weight_T * advantages_T * logprobs_T)
+
+
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, beta: float) -> Loss:
+    """``-(A log pi - beta / 2 (log pi - log pi_old)^2)``: a quadratic penalty, no clipping.
+
+    Args:
+        logprobs_T, old_logprobs_T, advantages_T: float ``[T]``.
+        beta: weight of the penalty, above 0.
+
+    Source: https://arxiv.org/abs/2405.19107; verl ``compute_policy_loss_dro``.
+    """
+    penalty_T = 0.5 * beta * (logprobs_T - old_logprobs_T).square()
+    return with_indicators(penalty_T - advantages_T * logprobs_T)
+
+
+def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """``|p - p_old|``: total variation of "this token or another", float ``[T]``."""
+    return (logprobs_T.exp() - old_logprobs_T.exp()).abs()
+
+
+def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """``KL(p_old || p)`` of "this token or another" (nats), float ``[T]``.
+
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old + c) / (1 - p + c))``, c = 1e-8.
+    """
+    p_T, old_T = logprobs_T.exp(), old_logprobs_T.exp()
+    others_T = ((1.0 - old_T + 1e-8) / (1.0 - p_T + 1e-8)).log()
+    return old_T * (old_logprobs_T - logprobs_T) + (1.0 - old_T) * others_T
+
+
+def dppo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    ratio_T: Tensor,
+    advantages_T: Tensor,
+    divergence_T: Tensor,
+    low: float,
+    high: float,
+    largest_ratio: float | None,
+) -> Loss:
+    """``-sg(min(r, c)) A log pi`` inside the trust region, else 0: a divergence in PPO's place.
+
+    A token is dropped if its update leads out of the region: for A > 0 if p > p_old and its
+    divergence is above ``high``, for A <= 0 if p < p_old and it is above ``low``.
+
+    Args:
+        logprobs_T, old_logprobs_T, ratio_T, advantages_T: float ``[T]``.
+        divergence_T: float ``[T]``, of :func:`binary_tv` or :func:`binary_kl`.
+        low, high: largest divergence below and above the old probability.
+        largest_ratio: c, or None.
+
+    Returns:
+        The first indicator is 1 on dropped tokens, the second one where c took effect.
+
+    Source: https://arxiv.org/abs/2602.04879; verl ``compute_policy_loss_dppo_tv`` and ``_kl``.
+    """
+    weight_T = ratio_T.detach().clamp(max=math.inf if largest_ratio is None else largest_ratio)
+    leads_up_T = advantages_T > 0
+    inside_T = torch.where(
+        leads_up_T,
+        (divergence_T <= high) | (logprobs_T <= old_logprobs_T),
+        (divergence_T <= low) | (logprobs_T >= old_logprobs_T),
+    )
+    loss_T = torch.where(inside_T, -weight_T * advantages_T * logprobs_T, 0.0)
+    return with_indicators(loss_T, ~inside_T, inside_T & (weight_T < ratio_T.detach()))
 
 
 def gspo(
@@ -271,6 +354,28 @@ def _sequence_loss(formula: Callable[..., Loss]) -> PolicyLoss:
     )
 
 
+def _dppo(divergence: Callable[[Tensor, Tensor], Tensor]) -> PolicyLoss:
+    def loss(x: LossInputs) -> Loss:
+        divergence_T = divergence(x.logprobs_T.detach(), x.old_logprobs_T)
+        return dppo(
+            x.logprobs_T,
+            x.old_logprobs_T,
+            x.ratio_T,
+            x.advantages_T,
+            divergence_T,
+            x.low,
+            x.high,
+            x.dual_clip,
+        )
+
+    return loss
+
+
+def _dro(x: LossInputs) -> Loss:
+    assert x.dro_beta is not None, "a rule of the recipe asks for it"
+    return dro(x.logprobs_T, x.old_logprobs_T, x.advantages_T, x.dro_beta)
+
+
 _OWN: dict[str, PolicyLoss] = {
     "vanilla": lambda x: clipped_surrogate(x.ratio_T, x.advantages_T, x.low, x.high, x.dual_clip),
     "gspo": _sequence_loss(gspo),
@@ -281,6 +386,10 @@ _OWN: dict[str, PolicyLoss] = {
     "clip_cov": lambda x: clip_cov(x.ratio_T, x.advantages_T, x.selected_T, x.low, x.high),
     "kl_cov": lambda x: kl_cov(x.ratio_T, x.log_ratio_T, x.advantages_T, x.selected_T, x.kl_coef),
     "gpg": lambda x: policy_gradient(x.logprobs_T, x.advantages_T),
+    "reinforce": lambda x: reinforce(x.logprobs_T, x.importance_T, x.advantages_T),
+    "dppo_tv": _dppo(binary_tv),
+    "dppo_kl": _dppo(binary_kl),
+    "dro": _dro,
     "plain": lambda x: plain_surrogate(x.ratio_T, x.advantages_T),
 }
 register.policy_loss.fill(_OWN)

@@ -181,7 +181,7 @@ class Recipe(Section):
         contains a KL.
         """
         correction = self.algorithm.rollout_correction
-        rejects = correction.rollout_rs != "off" or correction.rollout_token_veto_threshold
+        rejects = correction.rollout_rs or correction.rollout_token_veto_threshold
         if self.pretrains_value:
             corrects = rejects or correction.rollout_is != "off"
             return bool(corrects or self.algorithm.use_kl_in_reward)

@@ -154,7 +154,7 @@ def estimate(
         Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
 
     Raises:
-        InputError: ``remax`` without ``baseline_scores_B``; or see ``correction_weights``.
+        InputError: ``remax`` without ``baseline_scores_B``.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -343,8 +343,31 @@ def value_states(batch: Sequences, gae_unit: str) -> Tensor:
     return turn_starts(batch.response_mask_T, batch.cu_seqlens) + batch.end_mask_T
 
 
+def bounded_importance(
+    log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, correction: RolloutCorrectionConfig
+) -> Tensor:
+    """Importance weights by ``rollout_is``, within its bounds: float32 ``[T]``, 0 off the mask.
+
+    Args:
+        log_ratio_T: log-probabilities of the policy minus the engine's, float32 ``[T]``.
+        mask_T: float32 ``[T]``.
+        cu_seqlens: int64 ``[B + 1]``.
+        correction: level, bounds and what happens outside them.
+    """
+    upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
+    weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
+    if correction.rollout_is_mode == "truncate":
+        return truncate_weights(weight_T, upper, lower)
+    weight_T = icepop(weight_T, upper, 1.0 / upper if lower is None else lower)
+    return (
+        (weight_T > 0).to(mask_T.dtype) if correction.rollout_is_mode == "indicator" else weight_T
+    )
+
+
 def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:
     """Compute ``loss_weight_T``: response mask times importance weights, 0 on rejected tokens.
+
+    With ``bypass_mode`` the policy loss itself weighs, by the current policy's ratio.
 
     Args:
         outputs: log-probabilities of actor and engine.
@@ -352,43 +375,19 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
 
     Returns:
         float32 ``[T]``.
-
-    Raises:
-        InputError: ``bypass_mode`` with importance weights: the policy's ratio is then relative to
-            the engine and already corrects.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     log_ratio_T = outputs.logprobs_T - batch.rollout_logprobs_T
     weight_T = mask_T.clone()
-    if correction.rollout_is != "off":
-        if correction.bypass_mode:
-            raise InputError(
-                f"algorithm.rollout_correction.rollout_is={correction.rollout_is}: in bypass_mode "
-                "the policy's ratio is relative to the engine and already corrects; set "
-                "rollout_is: off"
-            )
-        upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
-        weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
-        if correction.rollout_is_mode != "truncate":
-            weight_T = icepop(weight_T, upper, 1.0 / upper if lower is None else lower)
-            if correction.rollout_is_mode == "indicator":
-                weight_T = (weight_T > 0).to(mask_T.dtype)
-        else:
-            weight_T = truncate_weights(weight_T, upper, lower)
+    if correction.rollout_is != "off" and not correction.bypass_mode:
+        weight_T = bounded_importance(log_ratio_T, mask_T, cu_seqlens, correction)
         if correction.rollout_is_batch_normalize:
             weight_T = normalize_weights(
                 weight_T, mask_T, cu_seqlens, correction.rollout_is, gather_of(batch)
             )
-    if correction.rollout_rs != "off":
-        weight_T = weight_T * rejection_mask(
-            log_ratio_T,
-            mask_T,
-            cu_seqlens,
-            correction.rollout_rs,
-            correction.rollout_rs_threshold,
-            correction.rollout_rs_threshold_lower,
-        )
+    for kind, upper, lower in correction.rejections():
+        weight_T = weight_T * rejection_mask(log_ratio_T, mask_T, cu_seqlens, kind, upper, lower)
     if correction.rollout_token_veto_threshold is not None:
         threshold = correction.rollout_token_veto_threshold
         weight_T = weight_T * veto_mask(log_ratio_T, mask_T, cu_seqlens, threshold)

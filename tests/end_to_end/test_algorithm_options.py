@@ -94,9 +94,13 @@ def overrides_of(row: dict[str, str]) -> list[str]:
     if place != "none":
         settings += [f"algorithm.kl_penalty={kind}", f"actor.kl_loss_type={kind}"]
     correction = f"algorithm.rollout_correction.{row['correction']}"
-    if row["actor.policy_loss.loss_mode"] == "dis":
-        # its ratio to the engine is the correction; rejections may be added
+    loss_mode = row["actor.policy_loss.loss_mode"]
+    if loss_mode == "dro":
+        settings.append("actor.policy_loss.dro_beta=0.1")
+    if loss_mode in ("dis", "reinforce"):
         settings.append("algorithm.rollout_correction.bypass_mode=true")
+    if loss_mode == "dis":
+        # its ratio to the engine is the correction; rejections may be added
         correction = re.sub("rollout_is=.*", "rollout_is=off", correction)
     return [*settings, correction]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mppo.config.sections.algorithm import RolloutCorrectionConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
 from mppo.trainer.targets import PolicyTargets, ValueTargets
@@ -16,11 +17,13 @@ def policy_objective(
     targets: PolicyTargets,
     actor: ActorConfig,
     full_kl_T: Tensor | None = None,
+    correction: RolloutCorrectionConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The actor's loss and statistics."""
     sequences = tuple(range(len(targets.cu_seqlens) - 1))
     outputs = PolicyOutputs(logprobs_T, entropy_T, full_kl_T)
-    return PolicyObjective(targets, sequences, actor)(outputs, sequences)
+    correction = correction or RolloutCorrectionConfig()
+    return PolicyObjective(targets, sequences, actor, correction)(outputs, sequences)
 
 
 def value_objective(

@@ -7,14 +7,12 @@ import torch
 from mppo import register
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
-from mppo.config.sections.algorithm import (
-    RolloutCorrectionConfig,
-)
+from mppo.config.sections.algorithm import Rejection
 
 ESTIMATORS = register.estimator.own
 
 
-REJECTIONS = RolloutCorrectionConfig.model_fields["rollout_rs"].annotation.__args__
+REJECTIONS = ("off", *Rejection.__args__)
 
 
 def outputs_of(lengths, scores=None, seed=0, prompt=1, samples=2):

@@ -45,6 +45,10 @@ CORRECTION = "algorithm.rollout_correction"
             },
             "actor.clip_ratio_low",
         ),
+        ({"actor": {"policy_loss": {"loss_mode": "reinforce"}}}, f"{CORRECTION}.bypass_mode"),
+        ({"actor": {"policy_loss": {"loss_mode": "dro"}}}, "actor.policy_loss.dro_beta"),
+        ({"actor": {"policy_loss": {"dro_beta": 1.0}}}, "actor.policy_loss.dro_beta"),
+        ({"algorithm": {"adv_estimator": "grpo_passk"}}, "rollout.n"),
         ({"algorithm": {"f_norm": 2.0}}, "algorithm.f_norm"),
         (
             {"algorithm": {"whiten_over": "group", "whiten_advantages": False}},
@@ -103,6 +107,14 @@ def test_what_makes_sense_passes():
     assert not faults_of(
         actor={"policy_loss": {"loss_mode": "dis"}, "clip_ratio_low": 0.3, "clip_ratio_high": 5.0},
         algorithm={"rollout_correction": {"bypass_mode": True}},
+    )
+    assert not faults_of(
+        actor={"policy_loss": {"loss_mode": "reinforce"}},
+        algorithm={"rollout_correction": {"bypass_mode": True, "rollout_is": "sequence"}},
+    )
+    assert not faults_of(
+        algorithm={"adv_estimator": "grpo_passk", "norm_adv_by_std_in_grpo": False},
+        rollout={"n": 2},
     )
     assert not faults_of(actor={"use_kl_loss": True, "kl_loss_type": "full"})
     assert not faults_of(actor={"policy_loss": {"loss_mode": "gmpo"}})

@@ -40,13 +40,13 @@ def test_servers_on_gpus_of_their_own_leave_the_others(world, apart, ranks):
     assert (recipe.trainer.nnodes, recipe.trainer.n_gpus_per_node) == ranks
     assert recipe.rollout.mode == "disaggregated"
     assert len(recipe.rollout.urls) == apart // 2
-    assert recipe.trainer.rollout_ahead == 0
+    assert recipe.rollout.max_staleness == 0
     assert recipe.algorithm == RECIPE.algorithm
 
 
 def test_one_step_ahead_older_samples_are_corrected():
     recipe = LayoutChoice(apart=16, ahead=True).applied(RECIPE, SPARSE, 32)
-    assert recipe.trainer.rollout_ahead == 1
+    assert recipe.rollout.max_staleness == 1
     assert recipe.algorithm.rollout_correction.rollout_is == "token"
 
 

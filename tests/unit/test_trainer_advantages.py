@@ -137,14 +137,14 @@ def test_huge_log_ratios_leave_everything_finite():
         assert all(math.isfinite(v) for v in experience_metrics(experience).values())
 
 
-def test_bypass_trains_against_the_engine_and_refuses_double_correction():
+def test_bypass_trains_against_the_engine_and_leaves_weights_to_the_loss():
     outputs = outputs_of([3])
     correction = RolloutCorrectionConfig(bypass_mode=True)
     experience = estimate(outputs, AlgorithmConfig(rollout_correction=correction), 0)
     assert torch.equal(experience.old.logprobs_T, outputs.batch.rollout_logprobs_T)
     both = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
-    with pytest.raises(ValueError, match="rollout_is: off"):
-        estimate(outputs, AlgorithmConfig(rollout_correction=both), 0)
+    weighed = estimate(outputs, AlgorithmConfig(rollout_correction=both), 0)
+    assert torch.equal(weighed.loss_weight_T, outputs.batch.response_mask_T)
 
 
 def paper_masks(ratios, method):

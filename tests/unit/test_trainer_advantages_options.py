@@ -60,6 +60,8 @@ BY_HAND = {
     "reinforce_plus_plus": [1, 3, 5, 9],
     # group means 2 and 7, unbiased deviations sqrt 2 and 2 sqrt 2
     "grpo": [-HALF, HALF, -HALF, HALF],
+    # the best one's lead, 2 and 4, by these deviations
+    "grpo_passk": [0, 2 * HALF, 0, 2 * HALF],
     "dr_grpo": [-1, 1, -2, 2],
     "reinforce_plus_plus_baseline": [-1, 1, -2, 2],
     # less the other one's score

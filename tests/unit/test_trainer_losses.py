@@ -14,6 +14,7 @@ from mppo import register
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Experience, Outputs
+from mppo.config.sections.algorithm import RolloutCorrectionConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.models.heads.outputs import PolicyOutputs
 from mppo.trainer import targets as mini_batch_targets
@@ -26,6 +27,8 @@ policy_targets = partial(mini_batch_targets.policy_targets, max_response_length=
 value_targets = partial(mini_batch_targets.value_targets, max_response_length=LIMIT)
 LOSS_MODES = register.policy_loss.own
 AGGREGATIONS = LossAggMode.__args__
+WEIGHED = RolloutCorrectionConfig(bypass_mode=True, rollout_is="sequence")
+"""What the loss ``reinforce`` reads; the others do not."""
 
 
 def experience_of(lengths, seed=0, prompt=2, rejected=()):
@@ -59,7 +62,7 @@ def experience_of(lengths, seed=0, prompt=2, rejected=()):
 
 def actor_of(loss_mode="vanilla", loss_agg_mode="token-mean", **kwargs):
     loss = PolicyLossConfig(
-        loss_mode=loss_mode, clip_cov_lb=-9.0, clip_cov_ratio=0.3, kl_cov_ratio=0.3
+        loss_mode=loss_mode, clip_cov_lb=-9.0, clip_cov_ratio=0.3, kl_cov_ratio=0.3, dro_beta=0.5
     )
     return ActorConfig(policy_loss=loss, loss_agg_mode=loss_agg_mode, **kwargs)
 
@@ -69,7 +72,7 @@ def evaluate(targets, actor, cuts, logprobs, entropy):
     logprobs = logprobs.clone().requires_grad_()
     total, sums = torch.zeros(()), {}
     sequences = (14, 10, 11, 12, 13)  # indices of the mini-batch's sequences in the batch
-    objective = PolicyObjective(targets, sequences, actor)
+    objective = PolicyObjective(targets, sequences, actor, WEIGHED)
     for cut in cuts:
         outputs = PolicyOutputs(
             select_sequences(logprobs, targets.cu_seqlens, cut),

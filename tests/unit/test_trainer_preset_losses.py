@@ -122,7 +122,7 @@ def test_every_pair_of_options_estimates_and_trains_to_finite_numbers():
                 rollout_correction=correction,
             )
             actor = ActorConfig(
-                policy_loss=PolicyLossConfig(loss_mode=loss_mode),
+                policy_loss=PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.1),
                 loss_agg_mode=aggregations[(i + j) % 5],
                 use_kl_loss=bool(j % 2),
                 kl_loss_type=kinds[(i + j) % 4],

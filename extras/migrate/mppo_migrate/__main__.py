@@ -2,7 +2,9 @@
 
     mppo-migrate verl|trl|openrlhf|deepspeed-chat [ARGUMENT ...] < command.sh > recipe.yaml
 
-The command is read, never run. ARGUMENTs are the script's own: $1, $2 and $@ in it. The recipe says
+The command is read, never run. If it shards weights by FSDP or DeepSpeed, tensor and pipeline
+parallelism are chosen that fit its GPUs; the models' config.json must be on this machine, or in
+./configs/NAME. ARGUMENTs are the script's own: $1, $2 and $@ in it. The recipe says
 in comments which flags have no counterpart, and why.
 """
 
@@ -17,6 +19,7 @@ from mppo.safety.foreign_text import visible
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redacted_output
 from mppo_migrate import deepspeed_chat, openrlhf, trl
+from mppo_migrate.layout import choose_layout
 from mppo_migrate.migration import complete, migrate_flags
 from mppo_migrate.shell import read_commands
 from mppo_migrate.verl import migrate_settings
@@ -37,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         text = _read_input()
-        recipe, remarks = migrate(arguments.system, text, arguments.arguments, arguments.ranks)
+        recipe, remarks = migrate(
+            arguments.system, text, arguments.arguments, arguments.ranks, arguments.gpu
+        )
     except ValueError as error:
         print(f"mppo-migrate {arguments.system}: {visible(str(error))}", file=sys.stderr)
         return 2
@@ -49,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def migrate(
-    system: str, text: str, arguments: Sequence[str] = (), ranks: int | None = None
+    system: str,
+    text: str,
+    arguments: Sequence[str] = (),
+    ranks: int | None = None,
+    gpu: str | None = None,
 ) -> tuple[str, list[str]]:
     """The recipe for a command.
 
@@ -58,6 +67,7 @@ def migrate(
         text: the command, or a script with it.
         arguments: of the script.
         ranks: processes of the command; None: what it says itself.
+        gpu: the GPU for which a layout is chosen; None: that of the dry run.
 
     Returns:
         The recipe's text, and lines for the user: flags that are not known, things to check.
@@ -72,6 +82,7 @@ def migrate(
     else:
         result = migrate_flags(SYSTEMS[system], commands, ranks)
     complete(result)
+    choose_layout(result, gpu)
     result.checks = [*remarks, *result.checks]
     title = "verl" if system == "verl" else SYSTEMS[system].title
     return recipe_text(result, title), [*result.checks, *result.unknown]
@@ -84,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("system", choices=("verl", *SYSTEMS))
     ranks = "processes (GPUs) of the command; default: what it says itself"
     parser.add_argument("--ranks", type=int, help=ranks)
+    gpu = "GPU whose memory the layout fits, by name or GiB; default: that of mppo-plan"
+    parser.add_argument("--gpu", help=gpu)
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the script: $1, $2")
     return parser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -85,9 +85,7 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
         split, key=lambda part: len(part[2].keys() & system.rows.keys()), default=(None, {}, {})
     )
     if command is None or not words.keys() & system.rows.keys():
-        raise ValueError(
-            f"no flag of {system.title}'s PPO in it; give the command as you would start it"
-        )
+        raise ValueError(_nothing_known(system, [names for _, _, names in split]))
     if other := _other_trainer(system, command):
         raise ValueError(
             f"line {command.line}: {other!r} is not {system.title}'s PPO; only its PPO is "
@@ -95,19 +93,43 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
         )
     first = next((word for word in command.words if _is_program(system, word)), command.words[0])
     result = Migration(first, command.line)
-    values = {name: value for name, value in words.items() if name in system.rows}
-    flags = Flags(values, system.rows, 1)
+    values = {
+        system.dotted.get(name, name): value for name, value in words.items() if name in system.rows
+    }
+    flags = Flags(values, system.rows, 1, any("." in name for name in words))
     nodes, per_node = _ranks(system, flags, launcher, command, ranks, result)
     flags.ranks = nodes * per_node
     _add_origin(result, system, flags, nodes, per_node)
     for name, value in words.items():
         _add_flag(result, system, name, value)
+    written = {old: name for name, old in system.dotted.items() if name in words}
     for setting in system.derive(flags):
-        result.add(setting)
-    result.unknown += [f"--{name} {values[name]}: {why}" for name, why in _unique(flags.problems)]
+        result.add(replace(setting, origin=_as_written(setting.origin, written)))
+    result.unknown += [
+        f"--{written.get(name, name)} {values[name]}: {why}"
+        for name, why in _unique(flags.problems)
+    ]
     result.add_missing(system.extra)
     result.reward_model = str(values.get(system.reward_model, "the reward model"))
     return result
+
+
+def _nothing_known(system: System, flags: Sequence[Mapping[str, Any]]) -> str:
+    """Why a text without a known flag is refused."""
+    given = max(flags, key=len, default={})
+    if not given:
+        return f"no flag of {system.title}'s PPO in it; give the command as you would start it"
+    named = ", ".join(f"--{name}" for name in list(given)[:5])
+    return (
+        f"no flag of {system.title}'s PPO is known in it; it has {named}. docs/migrating.md has "
+        "the versions and flags that are known: give the command as you would start it, or write "
+        "the recipe from the table there"
+    )
+
+
+def _as_written(origin: str, written: Mapping[str, str]) -> str:
+    """A comment with the command's own spelling of each flag."""
+    return re.sub(r"--(\w+)\b", lambda flag: f"--{written.get(flag[1], flag[1])}", origin)
 
 
 def complete(result: Migration) -> None:
@@ -133,16 +155,6 @@ def complete(result: Migration) -> None:
     if any(model is not None and is_hub_name(str(model.value)) for model in models):
         why = "downloads models that are named as on the Hugging Face Hub"
         result.add_missing([Setting("model.hub", True, why)])
-    sizes = [result.settings.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")]
-    divides = re.compile(r"actor\.megatron\.(tensor|pipeline)_model")
-    if any(size and size.value != 1 for size in sizes) and not any(
-        divides.match(key) for key in result.settings
-    ):
-        result.checks.append(
-            "actor.megatron, critic.megatron: tensor and pipeline parallelism divide the weights "
-            "over ranks, not FSDP or DeepSpeed. Without them each rank holds all weights; "
-            "--dry-run shows whether they fit"
-        )
     _remove_refused(result)
 
 

@@ -1,12 +1,14 @@
 """OpenRLHF's ``train_ppo`` and ``train_ppo_ray``.
 
-Source: OpenRLHF 0.1 to 0.9, ``train_ppo.py`` and ``cli/train_ppo_ray.py``.
+Source: OpenRLHF 0.1 to 0.9, ``train_ppo.py`` and ``cli/train_ppo_ray.py``; ``openrlhf_dotted`` has
+the flags since 0.10.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mppo_migrate.openrlhf_dotted import DOTTED, OWN, derive_dotted
 from mppo_migrate.row import Flags, Operand, Setting, System, Without, to, when
 from mppo_migrate.values import both, data_set_files, dtype, given, mixed_data_sets, pair
 
@@ -160,8 +162,13 @@ ROWS = {
 }  # fmt: skip
 
 
+ROWS |= OWN | {dotted: ROWS[name] for dotted, name in DOTTED.items()}
+
+
 def _derive(flags: Flags) -> Iterator[Setting]:
     """Ranks, mini-batch, data, reward and KL."""
+    if flags.dotted:
+        yield from derive_dotted(flags)
     samples, size = flags.get("n_samples_per_prompt"), flags.get("train_batch_size")
     yield Setting("rollout.n", samples, "--n_samples_per_prompt")
     origin = f"--train_batch_size {size} counts samples, {samples} a prompt"
@@ -241,6 +248,7 @@ SYSTEM = System(
     preset="openrlhf",
     programs=(r"openrlhf\.cli\.train_ppo(_ray)?", r"(.*/)?train_ppo(_ray)?\.py"),
     rows=ROWS,
+    dotted=DOTTED,
     derive=_derive,
     reward_model="reward_pretrain",
     ranks=ranks,

@@ -88,11 +88,13 @@ class Flags:
         values: the value of each flag, parsed; True for one without a value.
         rows: the system's table.
         ranks: processes (GPUs) that the command starts.
+        dotted: whether the command has flags with dots.
     """
 
     values: dict[str, Any]
     rows: Mapping[str, Row]
     ranks: int
+    dotted: bool = False
     problems: list[tuple[str, str]] = field(default_factory=list)
     """Flags whose value cannot be computed with, and why."""
 
@@ -130,6 +132,7 @@ class System:
         reward_model: the flag with the reward model.
         ranks: the processes of a command whose launcher does not give their number.
         others: regular expression of what starts the system's other trainers: a word, or two.
+        dotted: flags with dots, and their older names, which ``derive`` uses.
     """
 
     title: str
@@ -141,3 +144,4 @@ class System:
     extra: Sequence[Setting] = ()
     ranks: Callable[[Flags], int] | None = None
     others: str | None = None
+    dotted: Mapping[str, str] = field(default_factory=dict)

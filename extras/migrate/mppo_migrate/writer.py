@@ -29,6 +29,7 @@ def recipe_text(result: Migration, title: str) -> str:
     comments = [
         f"{title}'s {result.program}, written by mppo-migrate. See what the run needs:",
         "  python mppo/train.py --dry-run --config THIS_FILE",
+        *_start(result),
     ]
     for heading, entries in (
         ("To check:", result.checks),
@@ -45,6 +46,16 @@ def recipe_text(result: Migration, title: str) -> str:
     if repr(parse_yaml(text) or {}) != repr(meant):
         raise ValueError("its values cannot be written as a recipe: remove unprintable characters")
     return text
+
+
+def _start(result: Migration) -> Iterator[str]:
+    """The command that starts the run on its nodes and GPUs."""
+    sizes = [result.settings.get(f"trainer.{key}") for key in ("nnodes", "n_gpus_per_node")]
+    nodes, ranks = (1 if size is None else size.value for size in sizes)
+    apart = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    yield "Start it:" if nodes == 1 else "Start it, on every node:"
+    launch = f"torchrun {'' if nodes == 1 else apart}--nproc-per-node {ranks}"
+    yield f"  {launch} mppo/train.py --config THIS_FILE"
 
 
 def _tree(settings: Sequence[Setting] | Any) -> dict[str, Any]:

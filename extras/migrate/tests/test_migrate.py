@@ -20,6 +20,7 @@ from mppo.config.checks import check_recipe
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import world_size_of
+from mppo.config.verl.keys import VerlTranslation
 from mppo.train import main as train
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"
@@ -55,8 +56,9 @@ def test_a_command_becomes_a_recipe_in_which_every_flag_is_named(name, tmp_path)
                   default=0)  # fmt: skip
     flags = [flag for flag in flags if words.index(flag) > program]
     computed = {"--gradient_accumulation_steps", "--colocate_critic_reward", "--generation_batches",
-                "--colocate_actor_ref", "--kl_target", "--aux_loss_coef"}  # fmt: skip
-    ranks = ("_num_nodes", "_num_gpus_per_node")
+                "--colocate_actor_ref", "--kl_target", "--aux_loss_coef", "--train.colocate_all",
+                "--train.colocate_critic_reward", "--train.colocate_actor_ref"}  # fmt: skip
+    ranks = ("num_nodes", "num_gpus_per_node")
     missing = [flag for flag in flags if flag.partition("=")[0] not in written]
     assert [f for f in missing if f not in computed and not f.endswith(ranks)] == []
 
@@ -230,6 +232,44 @@ def test_openrlhf_options(tmp_path):
     assert (remote.reward.name, remote.reward_model.path) == ("remote", None)
 
 
+def test_openrlhfs_flags_with_dots(tmp_path):
+    recipe, written, _ = of(tmp_path, "openrlhf-dotted")
+    assert (recipe.data.train_batch_size, recipe.actor.ppo_mini_batch_size) == (1024, 128)
+    assert recipe.trainer.n_gpus_per_node == 8
+    assert (recipe.data.max_prompt_length, recipe.data.max_response_length) == (1024, 1024)
+    assert (recipe.actor.optim.lr, recipe.critic.optim.lr) == (5e-7, 9e-6)
+    assert recipe.actor.optim.min_lr == pytest.approx(1e-7)
+    assert (recipe.actor.clip_ratio_low, recipe.actor.clip_ratio_high) == (0.2, 0.28)
+    assert (recipe.algorithm.lam, recipe.critic.cliprange_value) == (1.0, 0.5), "since 0.10"
+    correction = recipe.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_mode) == ("token", "truncate")
+    assert (correction.rollout_is_lower, correction.rollout_is_threshold) == (0.5, 5.0)
+    assert "--train.batch_size 128 counts samples" in written, "the flag as it was written"
+    assert "Not recognised" not in written
+    other, _, _ = of(tmp_path, "openrlhf-dotted-slurm")
+    assert other.trainer.n_gpus_per_node * other.trainer.nnodes == 16
+    kind = " --algo.advantage.is_correction_type seq-mask-tis"
+    masked, _, _ = recipe_of(tmp_path, "openrlhf", COMMANDS["openrlhf-dotted"].text + kind)
+    found = list(masked.algorithm.rollout_correction.rejections())
+    assert found == [("geometric", 2.0, 0.2)]
+
+
+def test_verls_keys_of_2026(tmp_path):
+    recipe, written, _ = of(tmp_path, "verl-2026")
+    assert recipe.critic.megatron.offload.optimizer
+    assert not recipe.critic.megatron.offload.parameters
+    assert recipe.critic.use_dynamic_bsz
+    assert "#   data.apply_chat_template_kwargs.enable_thinking=False: the chat template" in written
+    assert "#   trainer.use_v1=True: it chooses" in written
+    assert "Not recognised" not in written
+
+
+def test_staleness_of_verl_becomes_a_number_of_updates():
+    given = {"async_training": {"staleness_threshold": 0.5, "partial_rollout": True}}
+    translation = VerlTranslation(given)
+    assert translation.document == {"rollout": {"max_staleness": 1}}
+
+
 def test_deepspeed_chat_with_arguments_and_defaults_of_its_script(tmp_path):
     recipe, written, _ = of(tmp_path, "deepspeed-chat")
     assert (recipe.model.path, recipe.critic.path) == ("facebook/opt-1.3b", "facebook/opt-350m")
@@ -284,6 +324,27 @@ def test_a_migrated_recipe_is_planned(model, tmp_path, capsys):
     assert "# parameters and estimated memory" in capsys.readouterr().out
     layout = [f"{role}.megatron.tensor_model_parallel_size=4" for role in ("actor", "critic")]
     assert train(["--config", str(path), "--dry-run", *own, *layout]) == 0
+
+
+def test_a_layout_is_chosen_that_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)  # the models' configs are in ./configs
+    written, remarks = migrate("verl", SCRIPTS["run_deepseek7b_llm.sh"])
+    assert not [remark for remark in remarks if "megatron" in remark]
+    assert "# chosen: the smallest layout that fits NVIDIA H100 80GB HBM3" in written
+    path = tmp_path / "recipe.yaml"
+    path.write_text(written)
+    recipe = load_recipe(path)
+    for role in (recipe.actor, recipe.critic):
+        layout = role.megatron
+        assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (2, 1)
+    (tmp_path / "configs").symlink_to(CONFIGS)  # the dry run looks beside the recipe
+    assert train(["--config", str(path), "--dry-run"]) == 0
+
+
+def test_a_run_that_no_layout_fits_is_named(monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    _, remarks = migrate("verl", SCRIPTS["run_gemma.sh"], gpu="2")
+    assert any("no tensor and pipeline parallelism of 2 ranks fits" in text for text in remarks)
 
 
 class Stdin(io.TextIOWrapper):
@@ -373,7 +434,7 @@ def test_the_program_prints_the_recipe_and_names_unknown_flags(monkeypatch, caps
         ("trl", b"echo hello --there", "no flag of TRL's"),
         ("trl", b"trl grpo --learning_rate 1e-6", "is not TRL's PPO"),
         ("verl", b"python train.py --learning_rate 3", "no setting of verl's"),
-        ("openrlhf", b"python ppo.py --wings 2", "no flag of OpenRLHF's"),
+        ("openrlhf", b"python ppo.py --wings 2", "it has --wings"),
         ("trl", b"python ppo.py --lam '0.9", "a quote ' is not closed"),
         ("trl", b"\xff\xfe", "not UTF-8"),
         ("trl", b"a\0b", "NUL"),

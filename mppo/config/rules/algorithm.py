@@ -11,27 +11,53 @@ from mppo.config.sections.algorithm import FilterGroupsConfig
 from mppo.config.sections.roles import SEQUENCE_LOSSES
 
 
-@rule("algorithm.rollout_correction")
+@rule("algorithm.rollout_correction", "actor.policy_loss")
 def bypass_corrects_already(context: RuleContext) -> Iterator[ConfigIssue]:
     """In bypass mode the policy's ratio is taken against the engine and is the correction."""
     correction = context.recipe.algorithm.rollout_correction
-    if correction.bypass_mode and correction.rollout_is != "off":
+    weighs = context.recipe.actor.policy_loss.loss_mode == "reinforce"
+    if correction.bypass_mode and correction.rollout_is != "off" and not weighs:
         yield ConfigIssue(
             "algorithm.rollout_correction.rollout_is",
             correction.rollout_is,
             "with bypass_mode the policy's ratio against the engine is already the correction",
-            "set rollout_is to off, or bypass_mode to false",
+            "set rollout_is to off, or bypass_mode to false; or actor.policy_loss.loss_mode to "
+            "reinforce, which has no ratio of its own",
         )
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        key = "algorithm.rollout_correction.rollout_is_batch_normalize"
+        why = "with bypass_mode the loss weighs by the current policy, a micro-batch at a time"
+        yield ConfigIssue(key, True, why, "set it to false, or bypass_mode to false")
 
 
 @rule("actor.policy_loss", "algorithm.rollout_correction")
-def dis_compares_with_the_engine(context: RuleContext) -> Iterator[ConfigIssue]:
-    """The ratio of ``dis`` is that of the current policy to the engine's."""
+def some_losses_compare_with_the_engine(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The ratio of ``dis`` and ``reinforce`` is that of the current policy to the engine's."""
     loss_mode = context.recipe.actor.policy_loss.loss_mode
-    if loss_mode == "dis" and not context.recipe.algorithm.rollout_correction.bypass_mode:
+    bypasses = context.recipe.algorithm.rollout_correction.bypass_mode
+    if loss_mode in ("dis", "reinforce") and not bypasses:
         key = "algorithm.rollout_correction.bypass_mode"
-        why = "actor.policy_loss.loss_mode = dis takes the ratio to the engine's probabilities"
+        why = f"actor.policy_loss.loss_mode = {loss_mode} takes the ratio to the engine's "
+        why += "probabilities"
         yield ConfigIssue(key, False, why, "set it to true, or choose another loss")
+
+
+@rule("actor.policy_loss")
+def dro_needs_its_weight(context: RuleContext) -> Iterator[ConfigIssue]:
+    """The squared log-ratio of ``dro`` has a weight, which no default suits (verl has none)."""
+    options = context.recipe.actor.policy_loss
+    if options.loss_mode == "dro" and options.dro_beta is None:
+        why = "actor.policy_loss.loss_mode = dro needs it"
+        yield ConfigIssue("actor.policy_loss.dro_beta", None, why, "give a number above 0, as 0.1")
+
+
+@rule("algorithm.adv_estimator", "rollout.n")
+def passk_compares_samples(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Pass@k compares the best response of a prompt with the second."""
+    estimator, samples = context.recipe.algorithm.adv_estimator, context.recipe.rollout.n
+    if estimator == "grpo_passk" and samples < 2:
+        why = "algorithm.adv_estimator = grpo_passk compares the samples of one prompt"
+        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
 @rule("actor.policy_loss", "actor.clip_ratio", "actor.clip_ratio_low")
@@ -65,6 +91,10 @@ def sequence_losses_average_over_sequences(context: RuleContext) -> Iterator[Con
         yield ConfigIssue("actor.loss_agg_mode", actor.loss_agg_mode, why, "leave it out")
 
 
+_BY_STD = ("grpo", "grpo_passk")
+"""Estimators that divide by the group's standard deviation."""
+
+
 @rule("algorithm.adv_estimator", "algorithm.f_norm", "algorithm.norm_adv_by_std_in_grpo")
 def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[ConfigIssue]:
     """Keys that only one estimator reads are refused with another."""
@@ -74,9 +104,9 @@ def estimator_keys_need_their_estimator(context: RuleContext) -> Iterator[Config
         yield ConfigIssue(
             "algorithm.f_norm", algorithm.f_norm, chosen, "leave it out, or choose gpg"
         )
-    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator != "grpo":
+    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in _BY_STD:
         key = "algorithm.norm_adv_by_std_in_grpo"
-        yield ConfigIssue(key, False, chosen, "leave it out, or choose grpo")
+        yield ConfigIssue(key, False, chosen, f"leave it out, or choose {' or '.join(_BY_STD)}")
 
 
 @rule("algorithm.bootstrap_truncated", "algorithm.mask_truncated", "algorithm.whiten_rewards")
@@ -118,6 +148,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
         "actor.policy_loss.loss_mode",
         ("clip_cov",),
     ),
+    ("actor.policy_loss", ("dro_beta",), "actor.policy_loss.loss_mode", ("dro",)),
     (
         "actor.policy_loss",
         ("kl_cov_ratio", "ppo_kl_coef"),

@@ -232,20 +232,40 @@ def profiled_ranks_exist(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("trainer.profile.ranks", beyond[0], why, "leave it out")
 
 
-@rule("algorithm.rollout_correction")
+_CORRECTION = "algorithm.rollout_correction"
+
+
+@rule(_CORRECTION)
+def every_rejection_has_bounds(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Bounds are one number, or one for each rejection."""
+    correction = context.recipe.algorithm.rollout_correction
+    count = len(correction.rollout_rs)
+    for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+        given = getattr(correction, name)
+        if len(given) > 1 and len(given) != count:
+            why = f"has {len(given)} numbers, rollout_rs {count} rejections"
+            fix = "give one number, or one for each of them"
+            yield ConfigIssue(f"{_CORRECTION}.{name}", list(given), why, fix)
+
+
+@rule(_CORRECTION)
 def correction_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]:
     """Lower bounds of the rollout correction are below the upper ones, and their method is on."""
     correction = context.recipe.algorithm.rollout_correction
-    for method, lower_key, upper_key in (
-        ("rollout_is", "rollout_is_lower", "rollout_is_threshold"),
-        ("rollout_rs", "rollout_rs_threshold_lower", "rollout_rs_threshold"),
-    ):
-        lower, upper = getattr(correction, lower_key), getattr(correction, upper_key)
-        key = f"algorithm.rollout_correction.{lower_key}"
-        if lower is not None and getattr(correction, method) == "off":
-            why = f"has no effect with {method} = off"
-            yield ConfigIssue(key, lower, why, f"leave it out, or choose a {method}")
+    lowers, uppers = correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold
+    pairs = [("is", "lower", correction.rollout_is_lower, correction.rollout_is_threshold)]
+    pairs += [
+        ("rs", "threshold_lower", lower, uppers[index % len(uppers)])
+        for index, lower in enumerate(lowers)
+    ]
+    on = {"is": correction.rollout_is != "off", "rs": bool(correction.rollout_rs)}
+    for method, name, lower, upper in pairs:
+        key = f"{_CORRECTION}.rollout_{method}_{name}"
+        if lower is not None and not on[method]:
+            why = f"has no effect with rollout_{method} = off"
+            yield ConfigIssue(key, lower, why, f"leave it out, or choose a rollout_{method}")
         elif lower is not None and lower >= upper:
+            upper_key = f"rollout_{method}_threshold"
             fix = f"lower it, or raise {upper_key}"
             yield ConfigIssue(key, lower, f"is not below {upper_key} = {upper}", fix)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mppo.config.sections.registered import check_of, schema_of
 from mppo.config.sections.section import Section
@@ -14,6 +15,26 @@ KLType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
 ]  # fmt: skip
+
+
+Rejection = Literal[
+    "token_k1", "token_k2", "token_k3",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    "geometric",
+]  # fmt: skip
+
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+def _several(value: Any) -> Any:
+    """A list for one value and for texts divided by commas; an empty one for off and null."""
+    parts: list[Any] = []
+    for each in value if isinstance(value, list | tuple) else [value]:
+        parts += [text.strip() for text in each.split(",")] if isinstance(each, str) else [each]
+    return [] if parts in ([None], ["off"]) else parts
 
 
 WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -59,25 +80,41 @@ class RolloutCorrectionConfig(Section):
     the bounds and 0 outside (MIS-PO)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
-    rollout_rs: Literal[
-        "off",
-        "token_k1", "token_k2", "token_k3",
-        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-        "seq_max_k1", "seq_max_k2", "seq_max_k3",
-        "geometric",
-    ] = "off"  # fmt: skip
+    rollout_rs: Annotated[
+        tuple[Rejection, ...],
+        BeforeValidator(
+            _several, json_schema_input_type=Rejection | Literal["off"] | list[Rejection]
+        ),
+    ] = ()
     """Rejection of tokens (``token_*``) or sequences by an estimator of the KL between engine and
-    actor; ``geometric`` is seq_mean_k1."""
-    rollout_rs_threshold: float = Field(default=2.0, gt=0)
-    """Upper bound of what is kept: a ratio for k1, a KL in nats for k2 and k3."""
-    rollout_rs_threshold_lower: float | None = None
-    """Lower bound of the ratio, for k1. null: 1 / ``rollout_rs_threshold``."""
+    actor; ``geometric`` is seq_mean_k1. Of several, in a list, a token must pass all. Empty, or
+    ``off``: none."""
+    rollout_rs_threshold: Annotated[
+        tuple[Positive, ...],
+        Field(min_length=1),
+        BeforeValidator(_several, json_schema_input_type=Positive | list[Positive]),
+    ] = (2.0,)
+    """Upper bound of what is kept: a ratio for k1, a KL in nats for k2 and k3. One number, or one
+    for each of ``rollout_rs``."""
+    rollout_rs_threshold_lower: Annotated[
+        tuple[Positive | None, ...],
+        BeforeValidator(_several, json_schema_input_type=Positive | list[Positive | None]),
+    ] = ()
+    """Lower bound of the ratio, for k1. One number, or one for each of ``rollout_rs``. null: 1 /
+    ``rollout_rs_threshold``."""
     rollout_token_veto_threshold: float | None = Field(default=None, gt=0)
     """A sequence with a token whose ratio is below this is rejected. null: no veto."""
     bypass_mode: bool = False
     """Use the engine's log-probabilities as the old ones, and leave out the actor's forward
     pass."""
+
+    def rejections(self) -> Iterator[tuple[Rejection, float, float | None]]:
+        """Kind, upper and lower bound of each rejection; a single bound holds for all."""
+        count = len(self.rollout_rs)
+        uppers = self.rollout_rs_threshold * (1 if len(self.rollout_rs_threshold) > 1 else count)
+        lowers = self.rollout_rs_threshold_lower or (None,)
+        lowers = lowers if len(lowers) > 1 else lowers * count
+        yield from zip(self.rollout_rs, uppers, lowers, strict=True)
 
 
 class FilterGroupsConfig(Section):
@@ -129,7 +166,7 @@ class AlgorithmConfig(Section):
     """Of an episode of several sequences (segments of a conversation that was compacted), multiply
     the advantages of each by (gamma lambda)^N, with N tokens generated after it (CompactionRL)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the standard deviation of their group."""
+    """Divide the advantages of grpo and grpo_passk by the standard deviation of their group."""
     f_norm: float = Field(default=1.0, gt=0)
     """Divisor of GPG's advantages."""
     whiten_advantages: bool | None = None

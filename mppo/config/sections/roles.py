@@ -65,8 +65,9 @@ class PolicyLossConfig(Section):
 
     loss_mode: Annotated[str, check_of(policy_loss), schema_of(policy_loss)] = "vanilla"
     """The policy loss, or the name of a plugin's (``trainer.plugins``); ``vanilla`` is PPO's
-    clipped loss. ``dis`` (SAO) takes the ratio to the engine: it needs
-    ``algorithm.rollout_correction.bypass_mode``. docs/algorithms.md has the formulas."""
+    clipped loss. ``dis`` (SAO) and ``reinforce`` take the ratio to the engine: they need
+    ``algorithm.rollout_correction.bypass_mode``. With ``dppo_tv`` and ``dppo_kl``,
+    ``actor.clip_ratio*`` bound a divergence. docs/algorithms.md has the formulas."""
     tau_pos: float = Field(default=1.0, gt=0)
     """SAPO: temperature where the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)
@@ -81,6 +82,8 @@ class PolicyLossConfig(Section):
     """KL-Cov: share of the mini-batch's tokens, those of largest covariance, with a KL penalty."""
     ppo_kl_coef: float = Field(default=0.1, ge=0)
     """KL-Cov: coefficient of that penalty."""
+    dro_beta: float | None = Field(default=None, gt=0)
+    """DRO: weight of the squared log-ratio; needed with ``dro``."""
 
 
 class ActorConfig(BatchingConfig):

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
+from mppo.config.verl.engine_rows import ENGINE_ROWS
 from mppo.config.verl.role_rows import ROLE_ROWS
 from mppo.config.verl.row import Converted, Ignored, Refused, VerlRow
 from mppo.config.verl.run_rows import RUN_ROWS
@@ -42,6 +43,7 @@ class VerlTranslation:
         """Keys and their values that are ignored or refused, by reason."""
         self._join_reward_function()
         self._divide_micro_batches()
+        self._split_thresholds()
         for parts, value in list(_leaves(self.document)):
             row = row_of(parts, value)
             if row is None:
@@ -103,6 +105,32 @@ class VerlTranslation:
         self._set("reward.name", "function", name, path)
         self._set("reward.function", function, name, path)
 
+    def _split_thresholds(self) -> None:
+        """Convert thresholds of the rollout correction that are texts: ``"0.5_2.0"`` is a lower and
+        an upper bound, and commas divide those of several rejections."""
+        algorithm = self.document.get("algorithm")
+        section = algorithm.get("rollout_correction") if isinstance(algorithm, dict) else None
+        if not isinstance(section, dict):
+            return
+        for name, lower_name in (
+            ("rollout_is_threshold", "rollout_is_lower"),
+            ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
+        ):
+            key, value = f"algorithm.rollout_correction.{name}", section.get(name)
+            bounds = _bounds(value)
+            if bounds is None:
+                continue
+            lowers, uppers = ([bound[i] for bound in bounds] for i in (0, 1))
+            several = len(bounds) > 1
+            del section[name]
+            self._set(key, uppers if several else uppers[0], key, value)
+            if any(lower is not None for lower in lowers):
+                lower_key = f"algorithm.rollout_correction.{lower_name}"
+                self._set(lower_key, lowers if several else lowers[0], key, value)
+                if name == "rollout_is_threshold":
+                    mode = "algorithm.rollout_correction.rollout_is_mode"
+                    self._set(mode, "mask", key, value)  # verl: IcePop
+
     def _divide_micro_batches(self) -> None:
         """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
         trainer = self.document.get("trainer")
@@ -120,6 +148,19 @@ class VerlTranslation:
                 self._set(target, max(1, value // ranks), name, value)
 
 
+def _bounds(value: Any) -> list[tuple[float | None, float]] | None:
+    """Lower and upper bound of each part of a threshold; None if it is no text of numbers."""
+    if not isinstance(value, str):
+        return None
+    try:
+        parts = [[float(n) for n in part.split("_")] for part in value.split(",") if part.strip()]
+    except ValueError:
+        return None
+    if not parts or any(len(part) > 2 for part in parts):
+        return None
+    return [(part[0] if len(part) == 2 else None, part[-1]) for part in parts]
+
+
 def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
     """The first row that matches a key and its value, or None."""
     for pattern, row in _patterns():
@@ -133,7 +174,7 @@ def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
 @cache
 def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
     """Every row with each of its names, alternatives expanded."""
-    rows = (*ROLE_ROWS, *RUN_ROWS)
+    rows = (*ROLE_ROWS, *RUN_ROWS, *ENGINE_ROWS)
     return tuple((tuple(name.split(".")), row) for row in rows for name in _names(row.names))
 
 

@@ -1,6 +1,6 @@
 """Keys of verl and OpenRLHF that mppo has under another name.
 
-``role_rows`` and ``run_rows`` have all other keys of verl.
+``role_rows``, ``run_rows`` and ``engine_rows`` have all other keys of verl.
 """
 
 from __future__ import annotations

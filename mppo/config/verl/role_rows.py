@@ -253,6 +253,27 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         Converted("actor.policy_loss.loss_mode", {"geo_mean": "gmpo"}),
         ("geo_mean",),
     ),
+    VerlRow(
+        "actor.policy_loss.loss_mode",
+        Ignored("algorithm.rollout_correction.bypass_mode turns it on"),
+        ("bypass_mode",),
+    ),
+    VerlRow(
+        "algorithm.rollout_correction.{rollout_is,rollout_rs}",
+        Converted("algorithm.rollout_correction.{}", {None: "off"}),
+        (None,),
+    ),
+    VerlRow("algorithm.rollout_correction.rollout_rs_threshold", OFF, (None,)),
+    VerlRow(
+        "algorithm.rollout_correction.loss_type",
+        Converted("actor.policy_loss.loss_mode"),
+        ("reinforce",),
+    ),
+    VerlRow(
+        "algorithm.rollout_correction.loss_type",
+        Ignored("actor.policy_loss.loss_mode is the loss in bypass_mode too"),
+        (None, "ppo_clip"),
+    ),
     VerlRow("actor.{tau_pos,tau_neg}", Converted("actor.policy_loss.{}")),
     VerlRow(
         "actor.router_replay.mode",
@@ -290,6 +311,15 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
             "combine the rewards in the reward function and set grpo, which normalises their sum",
         ),
         ("gdpo",),
+    ),
+    VerlRow(
+        "algorithm.adv_estimator",
+        Refused(
+            "needs the sum of squared probabilities of each token over the vocabulary, which the "
+            "actor's pass does not return",
+            "set rloo or opo, whose baseline is one number per response",
+        ),
+        ("optimal_token_baseline", "tir_optimal_token_baseline"),
     ),
     VerlRow(
         "algorithm.filter_groups.metric", Ignored("groups are compared by score"), (None, "score")

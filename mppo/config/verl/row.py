@@ -1,12 +1,12 @@
 """A row of the table of verl's keys: what happens to keys that mppo does not have.
 
-A key is converted, ignored or refused. ``role_rows`` and ``run_rows`` are the table, ``keys``
-applies it; ``names`` has keys of which only the name differs.
+A key is converted, ignored or refused. ``role_rows``, ``run_rows`` and ``engine_rows`` are the
+table, ``keys`` applies it; ``names`` has keys of which only the name differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,12 @@ class Converted:
     Args:
         key: mppo's key; ``*`` stands for the first part of verl's key, ``{}`` for its last.
         values: verl's values with mppo's; values that are absent stay as they are.
+        function: from a number of verl's to mppo's; None: it stays.
     """
 
     key: str
     values: dict[Any, Any] = field(default_factory=dict, hash=False)
+    function: Callable[[float], float] | None = None
 
     def target(self, parts: Sequence[str]) -> str:
         """mppo's key for one of verl's."""
@@ -29,6 +31,8 @@ class Converted:
 
     def convert(self, value: Any) -> Any:
         """mppo's value for one of verl's."""
+        if self.function and isinstance(value, int | float):
+            return self.function(value)
         return next((new for old, new in self.values.items() if old == value), value)
 
 

@@ -158,7 +158,7 @@ RUN_ROWS: tuple[VerlRow, ...] = (
     VerlRow("data.seed", Ignored("the seed is 0"), (None,)),
     VerlRow(
         "data.{use_shm,custom_cls,sampler,datagen,gen_batch_size,tool_config_path,"
-        "apply_chat_template_kwargs,mm_processor_kwargs}",
+        "mm_processor_kwargs}",
         OFF,
         NOTHING,
     ),

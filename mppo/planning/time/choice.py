@@ -85,7 +85,7 @@ class LayoutChoice:
             count = self.apart // self.server
             urls = tuple(f"http://rollout-{i}:30000" for i in range(count))
             rollout |= {"mode": "disaggregated", "sync": "distributed", "urls": urls,
-                        "servers": None}  # fmt: skip
+                        "servers": None, "max_staleness": int(self.ahead)}  # fmt: skip
             sections["trainer"] = recipe.trainer.model_copy(update=self._ranks(recipe, world))
         if self.ahead and recipe.algorithm.rollout_correction.rollout_is == "off":
             # samples of older weights have importance weights
@@ -122,5 +122,4 @@ class LayoutChoice:
         """Keys of ``trainer`` for the GPUs that the servers leave."""
         rest = world - self.apart
         each = min(rest, recipe.trainer.n_gpus_per_node or world)
-        ranks = {"nnodes": rest // each, "n_gpus_per_node": each}
-        return {**ranks, "rollout_ahead": int(self.ahead)}
+        return {"nnodes": rest // each, "n_gpus_per_node": each}

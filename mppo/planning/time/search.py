@@ -165,7 +165,7 @@ class Search:
                 for generation, server in servers:
                     one = replace(choice, server=server.server, server_ep=server.server_ep)
                     beside, after = max(training, generation), training + generation
-                    ranked.append((beside if self._recipe.trainer.rollout_ahead else after, one))
+                    ranked.append((beside if self._recipe.rollout.max_staleness else after, one))
                     ranked += [(beside, replace(one, ahead=True))] if ahead else []
         return sorted(ranked, key=lambda one: one[0])
 

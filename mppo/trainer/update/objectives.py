@@ -21,9 +21,11 @@ from mppo import register
 from mppo.algos.kl import kl_estimate
 from mppo.algos.policy_loss import Loss, LossInputs, importance_ratio, outside_trust_region
 from mppo.algos.value_loss import bin_edges, hl_gauss_loss, value_loss
+from mppo.config.sections.algorithm import RolloutCorrectionConfig
 from mppo.config.sections.roles import ActorConfig, CriticConfig, HLGaussConfig
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, ValueOutputs
 from mppo.safety.input_error import InputError
+from mppo.trainer.advantages import bounded_importance
 from mppo.trainer.targets import PolicyTargets, Targets, ValueTargets, on_device, select_targets
 
 _POLICY_STATISTICS = (
@@ -83,9 +85,11 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
 
     Args:
         actor: loss mode and coefficients.
+        correction: weights of the loss ``reinforce``.
     """
 
     actor: ActorConfig
+    correction: RolloutCorrectionConfig
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -118,7 +122,7 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
         entropy_T = torch.where(inside_T, outputs.entropy_T.float(), 0.0)
         ratio_T, log_ratio_T = importance_ratio(logprobs_T, targets.old_logprobs_T)
         pg_T, clipped_T, dual_clipped_T = policy_loss(
-            logprobs_T, ratio_T, log_ratio_T, targets, actor
+            logprobs_T, ratio_T, log_ratio_T, targets, actor, self.correction
         )
         pg_loss = (targets.weight_T * targets.importance_T * pg_T).sum()
         entropy = (targets.weight_T * entropy_T).sum()
@@ -172,10 +176,16 @@ def policy_loss(
     log_ratio_T: Tensor,
     targets: PolicyTargets,
     actor: ActorConfig,
+    correction: RolloutCorrectionConfig,
 ) -> Loss:
     """Compute the token losses of ``actor.policy_loss.loss_mode``."""
     low, high = clip_range(actor)
     options = actor.policy_loss
+    importance_T = None
+    if options.loss_mode == "reinforce" and correction.rollout_is != "off":
+        importance_T = bounded_importance(
+            log_ratio_T.detach(), targets.mask_T, targets.cu_seqlens, correction
+        )
     inputs = LossInputs(
         logprobs_T=logprobs_T,
         old_logprobs_T=targets.old_logprobs_T,
@@ -191,6 +201,8 @@ def policy_loss(
         tau_pos=options.tau_pos,
         tau_neg=options.tau_neg,
         kl_coef=options.ppo_kl_coef,
+        dro_beta=options.dro_beta,
+        importance_T=importance_T,
     )
     found = register.policy_loss[options.loss_mode](inputs)
     parts = found if isinstance(found, tuple) else (found,)

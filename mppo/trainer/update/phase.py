@@ -213,7 +213,7 @@ class UpdatePhase:
 
     def _actor_update(self) -> RoleUpdate:
         section, longest = self._roles.recipe.actor, self._roles.recipe.data.max_response_length
-        inputs = TOKENS_ONLY
+        correction, inputs = self._roles.recipe.algorithm.rollout_correction, TOKENS_ONLY
         if section.learns_full_kl:
             inputs = PassInputs(self.experience.old.ref_hidden_T)
 
@@ -222,7 +222,7 @@ class UpdatePhase:
                 self.experience, sequences, section, longest, self.step, self._gather
             )
             return PolicyObjective(
-                *self._fetch(targets, sequences, plan, self._roles.actor), section
+                *self._fetch(targets, sequences, plan, self._roles.actor), section, correction
             )
 
         return RoleUpdate(

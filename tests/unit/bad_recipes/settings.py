@@ -142,6 +142,25 @@ SETTINGS = [
     ("SAO's loss without a lower side", "actor.policy_loss.loss_mode=dis "
      "algorithm.rollout_correction.bypass_mode=true actor.clip_ratio_low=1.0",
      "actor.clip_ratio_low", "no ratio is small enough"),
+    ("REINFORCE against the actor's own pass", "actor.policy_loss.loss_mode=reinforce",
+     "algorithm.rollout_correction.bypass_mode", "takes the ratio to the engine's"),
+    ("weights of a bypass normalised over the batch",
+     "algorithm.rollout_correction.bypass_mode=true actor.policy_loss.loss_mode=reinforce "
+     "algorithm.rollout_correction.rollout_is=token "
+     "algorithm.rollout_correction.rollout_is_batch_normalize=true",
+     "algorithm.rollout_correction.rollout_is_batch_normalize", "a micro-batch at a time"),
+    ("DRO without its weight", "actor.policy_loss.loss_mode=dro", "actor.policy_loss.dro_beta",
+     "needs it"),
+    ("DRO's weight nobody uses", "actor.policy_loss.dro_beta=0.1", "actor.policy_loss.dro_beta",
+     "no effect"),
+    ("pass@k of one sample", "algorithm.adv_estimator=grpo_passk rollout.n=1", "rollout.n",
+     "compares the samples of one prompt"),
+    ("an unknown rejection", "algorithm.rollout_correction.rollout_rs=[token_k1,token_k4]",
+     "algorithm.rollout_correction.rollout_rs.1", "did you mean token_k"),
+    ("three bounds of two rejections",
+     "algorithm.rollout_correction.rollout_rs=[token_k1,seq_mean_k3] "
+     "algorithm.rollout_correction.rollout_rs_threshold=[2,1,1]",
+     "algorithm.rollout_correction.rollout_rs_threshold", "3 numbers, rollout_rs 2"),
     ("a frozen part that is misspelt", "critic.freeze=[self_atn]", "critic.freeze.0",
      "did you mean self_attn?"),
     ("a frozen part that is no pattern", "critic.freeze=[mlp,\"(\"]", "critic.freeze.1",

@@ -1,0 +1,105 @@
+"""Losses, estimators and rejections against numbers of verl's own functions (verl_losses.json).
+
+The file names verl's commit and the day on which its functions computed the numbers, in float64.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mppo import register
+from mppo.algos.group_baselines import OutcomeOptions
+from mppo.algos.policy_loss import LossInputs, importance_ratio
+from mppo.algos.rollout_correction import (
+    icepop,
+    importance_weights,
+    rejection_mask,
+    truncate_weights,
+)
+from mppo.config.load import read_recipe
+
+NUMBERS = json.loads((Path(__file__).parent / "verl_losses.json").read_text())
+INSIDE = torch.tensor(NUMBERS["mask"]) > 0
+MASK = torch.ones(int(INSIDE.sum()), dtype=torch.float64)
+CU = torch.tensor([0, *INSIDE.sum(1).tolist()]).cumsum(0)
+
+
+def flat(rows):
+    """The response tokens of verl's padded rows, one sequence after the other."""
+    return torch.tensor(rows, dtype=torch.float64)[INSIDE]
+
+
+def weights_of(log_ratio, level, threshold):
+    """verl's weights: an upper bound truncates, ``lower_upper`` is IcePop."""
+    weights = importance_weights(log_ratio, MASK, CU, level)
+    lower, _, upper = threshold.rpartition("_")
+    return icepop(weights, float(upper), float(lower)) if lower else truncate_weights(
+        weights, float(upper)
+    )  # fmt: skip
+
+
+def inputs_of(name, new, old):
+    """The inputs of a loss, and its name, from the name of a recorded case."""
+    loss_mode, *options = name.split()
+    ratio, log_ratio = importance_ratio(new, old)
+    chosen = {}
+    if loss_mode.startswith("dppo"):
+        chosen = dict(zip(("low", "high", "dual_clip"), map(float, options)))
+    elif loss_mode == "dro":
+        chosen = {"dro_beta": float(options[0])}
+    elif options[0] != "None":
+        chosen = {"importance_T": weights_of((new - old).detach(), *options)}
+    advantages = flat(NUMBERS["advantages"])
+    none = torch.zeros_like(MASK)
+    return loss_mode, LossInputs(
+        new, old, ratio, log_ratio, advantages, MASK, CU, selected_T=none, **chosen
+    )
+
+
+@pytest.mark.parametrize("name", NUMBERS["losses"])
+def test_a_loss_equals_verls_in_value_and_gradient(name):
+    want = NUMBERS["losses"][name]
+    new = flat(NUMBERS["new"]).requires_grad_()
+    loss_mode, inputs = inputs_of(name, new, flat(NUMBERS["old"]))
+    loss, clipped, bounded = register.policy_loss[loss_mode](inputs)
+    (gradient,) = torch.autograd.grad(loss.mean(), new)
+    assert loss.mean().item() == pytest.approx(want["loss"], abs=1e-9)
+    torch.testing.assert_close(gradient, flat(want["gradient"]), rtol=0, atol=1e-9)
+    if loss_mode.startswith("dppo"):
+        metrics = want["metrics"]
+        assert clipped.mean().item() == pytest.approx(metrics["actor/pg_clipfrac"])
+        assert bounded.mean().item() == pytest.approx(metrics["actor/pg_clipfrac_lower"])
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_pass_at_k_equals_verls(by_std):
+    want = NUMBERS["passk"]
+    formula = register.estimator["grpo_passk"]
+    scores = torch.tensor(want["scores"], dtype=torch.float64)
+    found = formula(scores, torch.tensor(want["group"]), scores, OutcomeOptions(by_std=by_std))
+    expected = torch.tensor(want[str(by_std)], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def test_pass_at_k_of_ties_and_of_one_response_is_0():
+    formula = register.estimator["grpo_passk"]
+    scores, group = torch.tensor([1.0, 1.0, 0.0, 5.0]), torch.tensor([3, 3, 3, 9])
+    assert formula(scores, group, scores, OutcomeOptions()).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", NUMBERS["rejections"])
+def test_chained_rejections_equal_verls(name):
+    kinds, thresholds = name.split()
+    settings = (
+        f"algorithm.rollout_correction.rollout_rs={kinds}",
+        (f"algorithm.rollout_correction.rollout_rs_threshold='{thresholds}'"),
+    )  # as on verl's command line
+    recipe, issues = read_recipe(None, settings)
+    assert recipe is not None, issues
+    kept = MASK
+    log_ratio = flat(NUMBERS["old"]) - flat(NUMBERS["engine"])
+    for kind, upper, lower in recipe.algorithm.rollout_correction.rejections():
+        kept = kept * rejection_mask(log_ratio, MASK, CU, kind, upper, lower)
+    assert kept.tolist() == flat(NUMBERS["rejections"][name]).tolist()
