@@ -29,13 +29,13 @@ OPENING = """
 """
 
 
-def local_engine() -> LocalEngine:
-    config = transformers.Qwen2Config(**MODEL)
+def local_engine(batch_size: int = 256, config=None) -> LocalEngine:
+    config = config or transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    engine = LocalEngine("none", config, torch.float32)
+    engine = LocalEngine("none", config, torch.float32, batch_size=batch_size)
     engine.update_weights([list(source.state_dict().items())], 3)
     return engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 import transformers
+from agent_case import MODEL, SAMPLING, local_engine
 
 from mppo.agents.conversation import Conversation, Reply, read_reply
 from mppo.agents.engine import ConversationEngine, last_turn
@@ -25,31 +25,8 @@ from mppo.hub.builtin import byte_tokenizer
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.engine import LocalEngine
 
-MODEL = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "eos_token_id": 2,
-}
-SAMPLING = SamplingConfig(n=2, stop_token_ids=tuple(range(4, 80)))
 PROMPTS = [Prompt(7 * i, tuple(range(3, 4 + i * 3 % 7)), "t", "5", f"q{i}") for i in range(6)]
-
-
-def local_engine(batch_size: int = 256, config=None) -> LocalEngine:
-    config = config or transformers.Qwen2Config(**MODEL)
-    torch.manual_seed(0)
-    source = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    engine = LocalEngine("none", config, torch.float32, batch_size=batch_size)
-    engine.update_weights([list(source.state_dict().items())], 3)
-    return engine
 
 
 def talk(agent, limit=24, max_turns=4, batch_size=256, on_response=None):

@@ -247,7 +247,7 @@ async def test_a_stream_of_responses():
 # ---- Anthropic's messages
 
 
-def claude(session):
+def anthropic_client(session):
     return anthropic.AsyncAnthropic(
         base_url=session.anthropic_url, api_key=session.key, max_retries=0
     )
@@ -259,7 +259,7 @@ async def test_anthropics_client_calls_a_tool():
     async with open_endpoint(dictated(f"I add.{CALL}", "5")) as running:
         session = running.sessions.open()
         options = {"model": "m", "max_tokens": 50, "system": "Add.", "tools": tools}
-        async with claude(session) as client:
+        async with anthropic_client(session) as client:
             answer = await client.messages.create(messages=[USER], **options)
             text, call = answer.content
             assert (text.text, call.input, answer.stop_reason) == (
@@ -286,7 +286,7 @@ async def test_a_stream_of_anthropics_messages_and_its_errors():
     tools = [{"name": "add", "description": "adds", "input_schema": SCHEMA}]
     async with open_endpoint(dictated(f"I add.{CALL}", "a STOP b")) as running:
         session = running.sessions.open()
-        async with claude(session) as client:
+        async with anthropic_client(session) as client:
             options = {"model": "m", "max_tokens": 50, "messages": [USER]}
             async with client.messages.stream(**options, tools=tools) as stream:
                 answer = await stream.get_final_message()
