@@ -42,6 +42,7 @@ from mppo.trainer.metrics import (
     kl_metrics,
     performance_metrics,
     rank_metrics,
+    staleness_metrics,
 )
 from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.run import Run
@@ -170,6 +171,7 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     metrics = sampling_metrics | ahead_metrics | update_metrics
     metrics |= batch_metrics(rollout.batch, outputs, experience, step, recipe)
     metrics |= {} if gate is None else gate.judge(step, metrics)
+    metrics |= staleness_metrics(rollout.episodes, step, recipe.rollout.max_staleness)
     metrics |= kl_metrics(kl, run.kl.coef, recipe.actor) | run.engine.sync_metrics()
     run.kl.update(kl, batch.num_sequences)
     return metrics | run_metrics(run, batch, step)

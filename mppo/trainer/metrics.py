@@ -6,6 +6,7 @@ A number has one name here; ``docs/configuration.md`` lists TRL's aliases.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,7 +20,7 @@ from mppo import register
 from mppo.algos import rollout_correction
 from mppo.algos.masked import Moments, merged_moments, sequence_moments, sequence_sum
 from mppo.batch.batch import Batch, EpisodeIndex
-from mppo.batch.episode import Episode
+from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.batch.gathers import gather_of, gather_table
 from mppo.batch.outputs import Experience, Outputs
 from mppo.config.schema import Recipe
@@ -479,6 +480,24 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     for name, values in counts.items():
         metrics |= _mean_max_min(f"conversation/{name}", torch.tensor(values))
     return metrics
+
+
+def staleness_metrics(episodes: Sequence[Episode], step: int, bound: int) -> dict[str, float]:
+    """``training/staleness/K``: share of the policy's tokens that were K updates old in a step.
+
+    Args:
+        episodes: of the step.
+        step: the PPO step.
+        bound: ``rollout.max_staleness``; with 0 there is nothing to report.
+    """
+    if not bound:
+        return {}
+    parts = [part for each in episodes for one in each.sequences for part in one.parts]
+    counts = Counter[int]()
+    for version, tokens in parts:
+        counts[step - 1 - version] += tokens if version != NO_WEIGHTS else 0
+    total = max(counts.total(), 1)
+    return {f"training/staleness/{age}": counts[age] / total for age in range(bound + 1)}
 
 
 def errors_of(episodes: Sequence[Episode]) -> list[str]:

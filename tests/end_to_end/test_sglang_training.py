@@ -159,6 +159,10 @@ def _check_agents(run_dir: Path, rows: list[dict]) -> None:
     from mppo.dumps.step_dump import dumped_steps, read_header_of
 
     assert [row["training/weight_version_lag_max"] for row in rows] == [0, 1, 2, 2, 2]
+    shares = [[row[f"training/staleness/{age}"] for age in range(3)] for row in rows]
+    assert [sum(each) for each in shares] == pytest.approx([1] * 5)
+    for each, row in zip(shares, rows, strict=True):
+        assert each[1] + 2 * each[2] == pytest.approx(row["training/weight_version_lag_mean"])
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert {row["conversation/turns/max"] for row in rows} == {2.0}
     headers = [read_header_of(folder) for folder in dumped_steps(run_dir).values()]
