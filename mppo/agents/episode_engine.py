@@ -111,6 +111,9 @@ class EpisodeEngine:
         if not self._endpoint.url:
             await self._endpoint.start()
         await self._program.start()
+        if self._queue.is_lost:  # an agent may notice only later that its request failed
+            for running in (self._kept, self._passing):
+                await running.end_unfinished()
         self._queue.open(turns)
 
     def pause(self) -> None:
@@ -292,7 +295,8 @@ class EpisodeGeneration:
             stop_request.sync()
             raise_on_any_rank(error, engine.world)
             self._answered.close()
-            if not any(all_gather_objects(running.lacks(self._places), engine.world)):
+            lacking = engine.is_lost or running.lacks(self._places)
+            if not any(all_gather_objects(lacking, engine.world)):
                 break
             self._begin()  # lost servers start again, and the episodes that they have spoiled
         else:
@@ -318,6 +322,7 @@ class EpisodeGeneration:
         running, needed = self._running, self._request.num_prompts_needed
         while not (running.have_ended(self._places) and needed is None):
             if running.failure is not None:
+                self._answered.give_up()
                 raise running.failure
             if self._engine.is_lost or running.lacks(self._places):
                 self._answered.give_up()

@@ -90,6 +90,10 @@ class RunningEpisodes:
             self.done.pop(key, None)
             self._versions.pop(key, None)
 
+    async def end_unfinished(self) -> None:
+        """End the episodes that still run; those that are wanted start again."""
+        await self.end(list(self._tasks))
+
     async def _one(self, key: EpisodeKey, start: EpisodeStart) -> None:
         try:
             async with self._free:

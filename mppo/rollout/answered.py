@@ -24,6 +24,7 @@ class AnsweredPrompts:
     def __init__(self, request: GenerationRequest, name: str) -> None:
         self._needed, self._n = request.num_prompts_needed, request.sampling.n
         self._places, self._name = request.choice * self._n, f"mppo/answered/{name}"
+        self._counted: set[int] = set()
         self._samples: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._complete_here = 0
@@ -32,11 +33,13 @@ class AnsweredPrompts:
             self._store = distributed_c10d._get_default_store()
 
     def add(self, places: Sequence[int]) -> None:
-        """Count finished responses, given as ``prompt * n + sample``."""
+        """Count finished responses, given as ``prompt * n + sample``, each once."""
         if self._needed is None:
             return
         with self._lock:
-            prompts = [place // self._n for place in places if place < self._places]
+            new = {place for place in places if place < self._places} - self._counted
+            self._counted |= new
+            prompts = [place // self._n for place in new]
             self._samples.update(prompts)
             complete = sum(self._samples[prompt] == self._n for prompt in set(prompts))
             self._complete_here += complete

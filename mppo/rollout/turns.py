@@ -68,7 +68,10 @@ class TurnEngine(Protocol):
     calls: int
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
-        """The rank that runs each episode, by index (``prompt * n + sample``)."""
+        """The rank that runs each episode, by index (``prompt * n + sample``).
+
+        The samples of a prompt have one rank: ``AnsweredPrompts`` counts them there.
+        """
         ...
 
     def generate(

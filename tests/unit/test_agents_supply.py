@@ -13,7 +13,10 @@ from mppo.agents.episode_engine import EpisodeEngine
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
+from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.local.local_turns import LocalTurns
+from mppo.rollout.turns import EngineLost
 
 WAITING = """
     async def run(client, task):
@@ -138,3 +141,45 @@ def test_an_agent_is_not_charged_for_the_time_in_which_the_policy_trains(started
     (tmp_path / "go").touch()
     found = engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])).collect()
     assert [each.result.error for each in found] == [None] * 4
+
+
+class LosesServers(LocalTurns):
+    """Has no server left after its first batch."""
+
+    batches = 0
+
+    def generate(self, requests, sampling, seed):
+        self.batches += 1
+        if self.batches > 1:
+            raise EngineLost("no server is left")
+        return super().generate(requests, sampling, seed)
+
+
+def test_episodes_start_again_whose_agents_still_try_when_lost_servers_are_back(started, tmp_path):
+    """A client repeats a failed request for a while, so that its episode has not ended yet."""
+    engine = started(goes_on=True)
+    (tmp_path / "go").touch()
+    inner = engine._engine
+    turns, begun = inner.turns, []
+
+    def losing():
+        found = turns()
+        if not begun:
+            found.__class__ = LosesServers
+        begun.append(found)
+        return found
+
+    inner.turns = losing
+    found = engine.submit(replace(REQUEST, num_prompts_needed=None)).collect()
+    assert len(begun) == 2
+    assert uids(found) == [0, 0, 7, 7, 14, 14, 21, 21]
+    assert [each.result.error for each in found] == [None] * 8
+
+
+def test_an_episode_that_ends_while_others_are_ended_counts_once():
+    answered = AnsweredPrompts(replace(REQUEST, num_prompts_needed=1), "count")
+    for _ in range(2):
+        answered.add([2])
+        assert not answered.are_enough, "the prompt has another sample"
+    answered.add([3])
+    assert answered.are_enough

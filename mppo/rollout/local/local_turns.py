@@ -37,9 +37,14 @@ class LocalTurns:
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
         """See ``TurnEngine``."""
-        lengths = [len(prompt.token_ids) for prompt in prompts for _ in range(n)]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
         dealt = partition(lengths, self._world, equal_count=True)
-        return {place: rank for rank, part in enumerate(dealt) for place in part}
+        return {
+            index * n + sample: rank
+            for rank, part in enumerate(dealt)
+            for index in part
+            for sample in range(n)
+        }
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
