@@ -49,8 +49,8 @@ async def run(client, task):
 async def answer(conversation):
     if conversation.turn == 1:
         await asyncio.sleep(seconds(conversation.messages[0]["content"]))
-        return "more"
-    return {{"reward": len(conversation.text) / 16}}
+        return {{"messages": [{{"role": "user", "content": "more"}}]}}
+    return {{"done": True, "reward": len(conversation.text) / 16}}
 """
 LOCKSTEP = "lockstep"
 RUNS = {

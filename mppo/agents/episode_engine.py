@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -40,6 +41,8 @@ from mppo.weights.bucket import WeightBucket
 
 _ATTEMPTS = 3
 _POLL_S = 0.05
+_ABORT_S = 5.0
+"""An aborted request is answered within this time, or its server hangs."""
 
 
 class EpisodeEngine:
@@ -199,12 +202,16 @@ class EpisodeEngine:
 
     def stop(self) -> None:
         """Stop the engine, and every process of the agent."""
-        if self._loop.is_running:
-            self.run(self._stop())
-            self._loop.stop()
-        self._engine.stop()
+        try:
+            if self._loop.is_running:
+                self.run(self._stop())
+                self._loop.stop()
+        finally:
+            self._engine.stop()
 
     async def _stop(self) -> None:
+        with suppress(asyncio.TimeoutError):  # a server that hangs holds up no end
+            await asyncio.wait_for(self._queue.pause(), _ABORT_S)
         for running in (self._kept, self._passing):
             await running.run_only({})
         await self._program.stop()

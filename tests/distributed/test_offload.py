@@ -206,7 +206,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
         placement.__class__ = Watched  # the scorer of responses has this object too
         placement.engine, placement.calls = run.engine, calls
         placement.watch()
-        run = Stopped(**vars(run))
+        run.__class__ = Stopped
         train(run)
     run.reporter.close()
     return run

@@ -95,7 +95,7 @@ def test_a_program_with_a_real_server(tmp_path, compacting):
     rows = run_recipe(
         RECIPE, tmp_path / "run", *compacting, "rollout.name=sglang",
         f"rollout.start_timeout_s={START_S}", "trainer.total_training_steps=2",
-        "rollout.verify_sync=logprob",
+        "rollout.verify_sync=logprob", "data.max_response_length=112",  # all turns fit
     )  # fmt: skip
     _same_probabilities(rows)
     assert all(row["conversation/sequences/mean"] == 2 for row in rows)

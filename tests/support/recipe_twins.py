@@ -43,6 +43,7 @@ LAYOUT = (
 )  # fmt: skip
 SERVER_KEYS = (
     "tensor_model_parallel_size", "expert_parallel_size", "server_args", "mode", "urls", "servers",
+    "max_staleness",
 )  # fmt: skip
 
 

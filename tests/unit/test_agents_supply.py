@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from agent_case import OPENING, PROMPTS, SAMPLING, local_engine
 
 from mppo.agents.build import build_agent
 from mppo.agents.episode_engine import EpisodeEngine
+from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
@@ -132,15 +134,21 @@ def test_validation_leaves_episodes_alone_that_go_on(started, tmp_path):
     assert [(tmp_path / name).read_text() for name in "03"] == ["xx"] * 2
 
 
-def test_an_agent_is_not_charged_for_the_time_in_which_the_policy_trains(started, tmp_path):
-    import time
+def test_an_agent_is_not_charged_for_the_time_in_which_the_policy_trains():
+    async def charged() -> tuple[float, float, float]:
+        queue = TurnQueue()
+        queue.open(local_engine().turns())
+        await asyncio.sleep(0.1)
+        await queue.pause()
+        first = queue.open_seconds
+        await asyncio.sleep(0.1)
+        paused = queue.open_seconds
+        queue.open(local_engine().turns())
+        await asyncio.sleep(0.1)
+        return first, paused, queue.open_seconds
 
-    engine = started(goes_on=True, max_seconds=4)
-    engine.submit(REQUEST).collect()
-    time.sleep(5)
-    (tmp_path / "go").touch()
-    found = engine.submit(replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])).collect()
-    assert [each.result.error for each in found] == [None] * 4
+    first, paused, again = asyncio.run(charged())
+    assert 0 < first == paused < again
 
 
 class LosesServers(LocalTurns):
