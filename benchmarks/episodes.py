@@ -17,16 +17,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
 from math import log
 from pathlib import Path
 from statistics import mean
 
 from record import parser, record
+
+from mppo.parallel.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "recipes/tiny_cpu_sglang_disaggregated.yaml"
@@ -62,12 +62,6 @@ RUNS = {
         "rollout.agent.run={agent}:run", "rollout.max_staleness=2", "rollout.over_sampling=0.25",
     ],
 }  # fmt: skip
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return listener.getsockname()[1]
 
 
 def steps_of(run: list[str], folder: Path, url: str, steps: int) -> list[dict[str, float]]:

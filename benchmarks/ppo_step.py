@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -304,12 +303,11 @@ def step_flops() -> float:
 
 def start(python: str, name: str, folder: str, dtype: str, ranks: int, cores: int) -> Worker:
     """Start a worker of ``ranks`` processes that share ``cores``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from mppo.parallel.addresses import free_port  # TRL's Python has no mppo
+
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": str(cores // ranks),

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 import torch
 from ranks import begin_ranks
 from safetensors.torch import load_file
+
+from mppo.parallel.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "mppo/train.py")
@@ -132,11 +133,8 @@ class LaunchedRun:
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         argv = list(argv or keys(run_dir, overrides))
-        arguments = (world, port, program, argv, run_dir)
+        arguments = (world, free_port(), program, argv, run_dir)
         self.processes = begin_ranks(_rank, arguments, world).processes
 
     def text(self, rank: int) -> str:
