@@ -92,6 +92,8 @@ class Update:
         return SPOILED + self.spoiled
 
 
+ONCE = both("ppo_epochs=1")
+"""For cases of layouts and models: a second epoch is only two mini-batches more."""
 PP2 = both(f"{PP}=2")
 VPP2 = (*PP2, *both(f"{VPP}=2"))
 SIZES = (
@@ -111,56 +113,67 @@ CASES = {
     ),
     "PP2, recorded": Update("qwen2_shallow", PP2, recorded="flush_free"),
     "PP4": Update("qwen2", both(f"{PP}=4")),
-    "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
+    "PP2, critic of half the depth": Update(
+        "qwen2", (*PP2, *ONCE), beside=Update("qwen2_shallow", ())
+    ),
     "PP2, a skipped step": Update("qwen2_shallow", PP2, spoiled=True),
     "PP2, a step skipped together": Update(
         "qwen2_shallow", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
     ),
     "PP2, offloaded": Update("qwen2_shallow", PP2, offloaded=True),
     "PP2, a skipped step, offloaded": Update("qwen2_shallow", PP2, spoiled=True, offloaded=True),
-    "PP1, bfloat16, offloaded": Update("qwen2_shallow", ("model.dtype=bfloat16",), offloaded=True),
+    "PP1, bfloat16, offloaded": Update(
+        "qwen2_shallow", ("model.dtype=bfloat16", *ONCE), offloaded=True
+    ),
     "PP1, no distributed optimizer, offloaded": Update(
         "qwen2_shallow",
-        (*both("megatron.use_distributed_optimizer=false"),),
+        (*both("megatron.use_distributed_optimizer=false"), *ONCE),
         kind="fused",
         offloaded=True,
     ),
     "MoE, EP2xPP2, bfloat16, offloaded": Update(
-        "qwen3_moe_shallow", (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16"), offloaded=True
+        "qwen3_moe_shallow",
+        (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16", *ONCE),
+        offloaded=True,
     ),
-    "PP1, actor TP2": Update("qwen2_shallow", (f"actor.{TP}=2",)),
-    "actor TP2xPP2, critic PP2": Update("qwen2_shallow", (*PP2, f"actor.{TP}=2")),
+    "PP1, actor TP2": Update("qwen2_shallow", (f"actor.{TP}=2", *ONCE)),
+    "actor TP2xPP2, critic PP2": Update("qwen2_shallow", (*PP2, f"actor.{TP}=2", *ONCE)),
     "PP2, gradients and weights in the background, offloaded": Update(
         "qwen2",
         (
             *PP2,
             *both("megatron.overlap_grad_reduce=true"),
             *both("megatron.overlap_param_gather=true"),
+            *ONCE,
         ),
         offloaded=True,
     ),
     "PP2, no distributed optimizer": Update(
-        "qwen2_shallow", (*PP2, *both("megatron.use_distributed_optimizer=false"))
+        "qwen2_shallow", (*PP2, *both("megatron.use_distributed_optimizer=false"), *ONCE)
     ),
-    "CP2xPP2": Update("qwen2_shallow", (*PP2, *both(f"{CP}=2"))),
-    "tied embeddings, TP2xPP2": Update("qwen2_tied_shallow", (*PP2, *both(f"{TP}=2"))),
+    "CP2xPP2": Update("qwen2_shallow", (*PP2, *both(f"{CP}=2"), *ONCE)),
+    "tied embeddings, TP2xPP2": Update("qwen2_tied_shallow", (*PP2, *both(f"{TP}=2"), *ONCE)),
     "micro-batches of other sizes": Update("qwen2_shallow", (*PP2, *SIZES)),
-    "full recomputation": Update("qwen2", (*PP2, "actor.megatron.recompute_granularity=full")),
+    "full recomputation": Update(
+        "qwen2", (*PP2, "actor.megatron.recompute_granularity=full", *ONCE)
+    ),
     "MoE, EP2xPP2": Update(
         "qwen3_moe_shallow",
-        (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
+        (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01"), *ONCE),
     ),
     "VPP2xPP2, a fused schedule": Update("qwen2", VPP2, kind="fused"),
     "VPP2xPP2, sequential": Update("qwen2", VPP2, kind="sequential"),
     "VPP2xPP2, sequential, recorded": Update(
         "qwen2", VPP2, kind="sequential", recorded="interleaved"
     ),
-    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
+    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2", *ONCE)),
     "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
-        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
+        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"), *ONCE)
     ),
-    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
-    "PP2, messages by their order": Update("qwen2_tied_shallow", PP2, messages="by order"),
+    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED, *ONCE)),
+    "PP2, messages by their order": Update(
+        "qwen2_tied_shallow", (*PP2, *ONCE), messages="by order"
+    ),
     "PP2, waits for all messages, recorded": Update(
         "qwen2_shallow", PP2, messages="after waits", recorded="waiting"
     ),
@@ -170,7 +183,7 @@ CASES = {
         "qwen2", VPP2, messages="by order", recorded="in order"
     ),
     "MLA and MoE with moving biases, TP2xPP2": Update(
-        "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
+        "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2", *ONCE)
     ),
 }
 

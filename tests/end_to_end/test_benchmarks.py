@@ -34,6 +34,7 @@ SMALLEST = {
     "offload.py": ["--megabytes", "8", "--hidden", "64", "--layers", "1", "--sequences", "2",
                     "--repeat", "2"],
     "report.py": ["--steps", "20", "--ranks", "40", "--repeat", "1"],
+    "cpu_twin.py": ["--hidden", "64", "--steps", "2", "--layouts", "DP2", "--repeat", "2"],
     "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
                     "--repeat", "1"],
     "random_schedules.py": ["--updates", "20"],
