@@ -6,9 +6,6 @@ import math
 import re
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from mppo.report.history import History
 from mppo.safety.disk import replacing
 
@@ -40,6 +37,10 @@ def plot_expert_load(runs: History, path: Path, title: str) -> bool:
     Returns:
         Whether a file was written; a run without experts has none.
     """
+    # only the rank that draws imports matplotlib: it takes half a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     roles = load_rows(runs)
     if not roles:
         return False

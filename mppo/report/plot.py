@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from mppo.report import history
 from mppo.report.history import History
 from mppo.safety.disk import replacing
@@ -14,6 +11,10 @@ from mppo.safety.disk import replacing
 
 def plot_run(runs: History, path: Path, title: str) -> None:
     """Write a PNG with training and validation reward above, and the KL to the reference below."""
+    # only the rank that draws imports matplotlib: it takes half a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

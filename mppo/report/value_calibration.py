@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from mppo.report.history import History
 from mppo.safety.disk import replacing
 
@@ -34,6 +31,10 @@ def plot_calibration(runs: History, path: Path, title: str) -> bool:
     Returns:
         Whether a file was written; a run without a critic has none.
     """
+    # only the rank that draws imports matplotlib: it takes half a second
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lines = calibration_lines(runs)
     if not lines:
         return False

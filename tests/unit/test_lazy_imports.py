@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import start_ranks
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "transformers", "sglang", "numpy", "rich")
@@ -47,3 +48,11 @@ def test_nothing_heavy_is_imported_to_tell_it(arguments, code, tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == [code, []]
+
+
+def test_no_rank_imports_what_only_a_plot_needs():
+    start_ranks(_find_no_plots, (), world=1)
+
+
+def _find_no_plots(rank: int) -> None:
+    assert "matplotlib" not in sys.modules

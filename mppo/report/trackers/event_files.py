@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.image import imread
-
 from mppo.report.console import SampleRow
 from mppo.report.history import Metrics
 from mppo.report.summary import markdown_table
@@ -31,6 +29,8 @@ class TensorBoard:
         )
 
     def picture(self, step: int, path: Path) -> None:
+        from matplotlib.image import imread  # takes half a second, of which other ranks need none
+
         pixels_HWC = (imread(path) * 255).astype("uint8")  # of a PNG, from 0 to 1
         self._writer.add_image(path.stem, pixels_HWC, step, dataformats="HWC")
 
