@@ -171,6 +171,28 @@ def count_parameters(
     return ParameterCount(dense, split[0], discarded, frozen_dense, split[1])
 
 
+_LAYERS = ("layer", "dense", "sparse")
+"""Kinds of rows of a layer that no expert has."""
+
+
+def trains_gathering(table: Table, layers: Sequence[int], freeze: Sequence[str]) -> bool:
+    """Whether a matrix of these layers that gathers its input is trained: one that sequence
+    parallelism cuts by outputs. Experts get their tokens from the dispatcher.
+
+    Args:
+        table: the model's parameter table.
+        layers: decoder layers.
+        freeze: patterns of what is not trained (``mppo.weights.frozen``).
+    """
+    entries = (
+        Entry(row, layer)
+        for layer in layers
+        for row in table.rows
+        if row.where in _LAYERS and row.dim == 0 and table.applies(row, layer)
+    )
+    return not all(is_frozen(entry, freeze) for entry in entries)
+
+
 def model_parameters(table: Table, value_head: bool = False) -> int:
     """Parameters of the model; tied embeddings count once."""
     everything = list(range(table.shape.num_layers))

@@ -24,7 +24,7 @@ class Lengths:
 
     Args:
         training: tokens of a micro-batch in training, over all context-parallel ranks.
-        forward: the same in forward-only passes.
+        forward: the same in forward-only passes; of a role without any, that of training.
         sequence: tokens of a sequence.
         response: tokens of its response.
     """
@@ -52,6 +52,7 @@ class StagePasses:
         overlaps_updates: mini-batches follow each other without a gap, and actor and critic are
             updated together.
         streams_forward: forward-only passes of all roles run through one pipeline.
+        trains_gathering: a matrix that gathers its input is trained.
     """
 
     role: RoleConfig
@@ -65,6 +66,7 @@ class StagePasses:
     itemsize: int
     overlaps_updates: bool
     streams_forward: bool
+    trains_gathering: bool
 
     def layer(self, layer: int, training: bool = True) -> Layer:
         """The activations of a decoder layer for a micro-batch in training or in a forward pass."""
@@ -114,8 +116,8 @@ class StagePasses:
             sparse = [layer.sparse for layer in self._training]
             return kept_tensors(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
         widest = max(self._forward[0], self._training[0], key=lambda layer: layer.tokens)
-        # Megatron keeps one for each layout with trained weights
-        keeps = widest.sequence_parallel and self.trained
+        # Megatron keeps one for each layout with trained weights that gather
+        keeps = widest.sequence_parallel and self.trained and self.trains_gathering
         return {self.layout: int(widest.gathered)} if keeps else {}
 
     @property

@@ -25,6 +25,7 @@ from mppo.planning.memory import (
     model_parameters,
     role_memory,
     role_stage_layers,
+    trains_gathering,
 )
 from mppo.planning.passes import Lengths, StagePasses
 from mppo.planning.peaks import RankPart, RankUse, rank_use
@@ -161,9 +162,11 @@ def _plan_role(
     share = ceil(sequences / layout.dp)
     micro_batches, tokens = _micro_batches(role, layout, share, longest, mini_batches > 0)
     everything = ceil(recipe.data.train_batch_size * recipe.rollout.n / layout.dp)
+    measured = role.name != "actor" or recipe.needs_actor_logprobs
+    forward = _micro_batches(role, layout, everything, longest, training=False)[1]
     lengths = Lengths(
         training=tokens,
-        forward=_micro_batches(role, layout, everything, longest, training=False)[1],
+        forward=forward if measured else tokens,
         sequence=longest,
         response=recipe.data.max_response_length,
     )
@@ -179,7 +182,7 @@ def _plan_role(
         passes=[
             StagePasses(
                 *(role, kind, layout, stage, owned, lengths, micro_batches, mini_batches),
-                *(size, overlaps, streamed),
+                *(size, overlaps, streamed, trains_gathering(table, owned, role.freeze)),
             )
             for stage, owned in enumerate(layers)
         ],

@@ -157,7 +157,7 @@ def test_the_plan_knows_the_peak_of_every_phase_with_transformer_engine(name, si
 
 def check_peaks(found: dict[str, Any]) -> None:
     """Assert that the plan's peaks and communicators are those of the simulation."""
-    assert len(found["planned_peaks"]) >= 7
+    assert len(found["planned_peaks"]) >= 6  # one less where no old log-probabilities are computed
     for phase, planned in found["planned_peaks"].items():
         # the activations' share is as exact with offload as without, where all parts are there
         most = 0.05 * found["planned_without_offload"][phase]
