@@ -1,14 +1,15 @@
 """Commands run in processes forked from one that has imported only what is quick to import.
 
 A program must tell a mistake before it imports torch, Megatron, transformers or SGLang, unless it
-must read a model or tensors to find it. ``LightPrograms`` says which of them a command imported:
-a bound on its processor time that is the same on every machine.
+must read a model to find it. Here such an import ends the command: a bound on its processor time
+that is the same on every machine.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +27,21 @@ HEAVY = ("torch", "megatron", "transformers", "sglang")
 IMPORTED = ("mppo.train", "mppo.config.checks", "mppo.config.load")
 """What most commands import; none of it is heavy."""
 PATIENCE_S = 300
-TRACEBACK = 86
-"""Exit code of a command that ended with an exception."""
+TRACEBACK, HEAVY_IMPORT = 86, 87
+"""Exit codes of a command that ended with an exception, or at a heavy import."""
+READERS = ("/mppo/hub/", "/mppo/weights/")
+"""Packages that read a model."""
+
+
+class NoHeavyImports:
+    """Ends the process that imports a package of ``HEAVY``, with the lines that do."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """As an entry of ``sys.meta_path``; finds nothing."""
+        if name.partition(".")[0] in HEAVY:
+            traceback.print_stack()
+            print(f"imports {name}", file=sys.stderr, flush=True)
+            os._exit(HEAVY_IMPORT)
 
 
 class Told(NamedTuple):
@@ -36,13 +51,16 @@ class Told(NamedTuple):
         code: its exit code.
         out: its standard output.
         err: its standard error.
-        heavy: the packages of ``HEAVY`` that it imported.
     """
 
     code: int
     out: str
     err: str
-    heavy: list[str]
+
+    @property
+    def must_read_a_model(self) -> bool:
+        """Whether it ended at an import that reading a model needs."""
+        return self.code == HEAVY_IMPORT and any(reader in self.err for reader in READERS)
 
 
 class LightPrograms:
@@ -72,17 +90,20 @@ class LightPrograms:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
-        heavy = json.loads((out / "heavy").read_text())
-        return Told(code, (out / "1").read_text(), (out / "2").read_text(), heavy)
+        return Told(code, (out / "1").read_text(), (out / "2").read_text())
 
 
-def scripts() -> dict[str, str]:
-    """``module:function`` by the name of each program of mppo and its extras."""
-    found: dict[str, str] = {}
+def main_of(program: str) -> Callable[[list[str]], int | None]:
+    """The function of a program, by the name of its script, or by ``python -m`` and its module."""
+    module = program.removeprefix("python -m ")
     for project in [ROOT / "pyproject.toml", *ROOT.glob("extras/*/pyproject.toml")]:
-        text = project.read_text().partition("[project.scripts]")[2].partition("\n[")[0]
-        found |= dict(re.findall(r'^([\w-]+) = "(\S+)"$', text, re.MULTILINE))
-    return found
+        found = re.search(rf'^{program} = "(\S+):main"$', project.read_text(), re.MULTILINE)
+        module = found[1] if found else module
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, program
+    if spec.submodule_search_locations is not None:
+        module += ".__main__"
+    return importlib.import_module(module).main
 
 
 def _run(program: str, arguments: list[str], folder: str, out: str) -> None:
@@ -94,15 +115,14 @@ def _run(program: str, arguments: list[str], folder: str, out: str) -> None:
             stream = os.open(f"{out}/{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             os.dup2(stream, number)
         os.chdir(folder)
-        module, _, name = scripts().get(program, program.rpartition(" ")[2] + ":main").partition(":")
+        sys.meta_path.insert(0, NoHeavyImports())
         sys.argv = [program, *arguments]
-        code = getattr(importlib.import_module(module), name)(arguments) or 0
+        code = main_of(program)(arguments) or 0
     except SystemExit as end:
         code = end.code
     except BaseException:
         traceback.print_exc()
     finally:
-        Path(out, "heavy").write_text(json.dumps([name for name in HEAVY if name in sys.modules]))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
@@ -112,7 +132,7 @@ def main() -> None:
     """Answer a command per line with its exit code."""
     for module in IMPORTED:
         importlib.import_module(module)
-    assert not any(name in sys.modules for name in HEAVY)
+    assert not set(HEAVY) & sys.modules.keys()
     gc.collect()
     gc.freeze()  # collections in a forked process would visit and copy what was imported
     for line in sys.stdin:
