@@ -1,7 +1,7 @@
 # mppo on a CPU, with the versions that the tests run with:
 #   docker build -t mppo .
 #   docker run --rm -v "$PWD/runs:/work/runs" mppo
-# trains recipes/demo.yaml on two processes. It has not been built: docs/install.md.
+# trains recipes/demo.yaml on two processes. It has not been built: docs/what_was_run.md.
 FROM python:3.12-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018aff08145c85b262bb63dc0c7522254
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1

@@ -80,24 +80,29 @@ def write_run(folder: Path, steps: int, shift: float = 0.0) -> Path:
     return folder
 
 
-def write_dump(folder: Path) -> None:
-    """A dump of one step: a prompt token and five response tokens, one of hostile text."""
-    mask_T = torch.tensor([0.0, 1, 1, 1, 1, 1])
-    numbers_T = torch.tensor([0.0, -0.1, -0.5, -1.0, -2.0, -0.2])
+def write_dump(folder: Path, sequences: int = 1) -> None:
+    """A dump of one step: a prompt token and five response tokens, one of hostile text; a second
+    sequence leaves the episode of the first after three tokens."""
+    mask_T = torch.tensor([0.0, 1, 1, 1, 1, 1]).repeat(sequences)
+    numbers_T = torch.tensor([0.0, -0.1, -0.5, -1.0, -2.0, -0.2]).repeat(sequences)
+    tokens_T = torch.arange(6).repeat(sequences)
+    tokens_T[9:] += 10
     batch = Batch(
-        tokens_T=torch.arange(6), cu_seqlens=torch.tensor([0, 6]), response_mask_T=mask_T,
-        rollout_logprobs_T=numbers_T * 1.1, group_B=torch.tensor([0]),
-        scores_B=torch.tensor([1.0]), truncated_B=torch.tensor([False]),
-        weight_version_T=torch.zeros(6, dtype=torch.int64),
+        tokens_T=tokens_T, cu_seqlens=torch.arange(0, len(tokens_T) + 1, 6),
+        response_mask_T=mask_T, rollout_logprobs_T=numbers_T * 1.1,
+        group_B=torch.zeros(sequences, dtype=torch.int64), scores_B=torch.ones(sequences),
+        truncated_B=torch.zeros(sequences, dtype=torch.bool),
+        weight_version_T=torch.zeros(len(tokens_T), dtype=torch.int64),
     )  # fmt: skip
-    values_T = mask_T * torch.tensor([0.0, 0.9, -0.3, 0.4, 0.1, 0.7])
+    values_T = mask_T * torch.tensor([0.0, 0.9, -0.3, 0.4, 0.1, 0.7]).repeat(sequences)
     outputs = Outputs(batch, numbers_T, numbers_T * 0.9, values_T, entropy_T=mask_T * 0.3)
     step = step_folder(folder, 3)
     step.mkdir(parents=True)
     write_share(step, 0, estimate(outputs, AlgorithmConfig(), 0.0))
-    write_pieces(step, 0, dict(enumerate(["2+2=", " four", HOSTILE, "\n", "é", "."])))
-    row = SequenceRow(0, "src", "2+2=", "4", "stop", [(0, 5)], 1.0)
-    write_header(step, StepDump(3, "00", 1, 0.1, (row,)))
+    texts = dict(enumerate(["2+2=", " four", HOSTILE, "\n", "é", "."]))
+    write_pieces(step, 0, texts | {13: " 4", 14: "!", 15: "."})
+    row = SequenceRow(0, "src", "2+2=", "4", "stop", [(0, 5)], 1.0, episode=0)
+    write_header(step, StepDump(3, "00", 1, 0.1, (row,) * sequences))
 
 
 BARS = """Object.values(mppoTimelines).flatMap(({plot, rows}) => {
@@ -191,6 +196,23 @@ def test_tokens_are_coloured_and_show_their_numbers(page, tmp_path):
     shown = page.look("document.querySelector('.numbers').textContent")
     for words in ('"é": logprob -2', "rollout_logprob -2.2", "value 0.1", "kl -0.2", "entropy 0.3"):
         assert words in shown
+    assert page.errors == []
+
+
+def test_an_episode_is_a_tree_of_its_sequences(page, tmp_path):
+    write_dump(write_run(tmp_path, 5), sequences=2)
+    page.open(url_of(tmp_path))
+    texts = "[...document.querySelectorAll('{}')].map((each) => each.textContent)"
+    assert page.look(texts.format(".card.tree > .tokens")) == [f"2+2= four{HOSTILE}\né."]
+    assert page.look(texts.format(".card.tree > .branch > .tokens")) == [" 4!."]
+    of_root, of_branch = page.look(texts.format(".sequence h3"))
+    assert of_root.startswith("step 3, sequence 0, of 2 of its episode: score 1")
+    assert of_branch.startswith("step 3, sequence 1, from sequence 0 after token 3: score 1")
+    colours = "[...document.querySelectorAll('{} > .tokens span')].map((s) => s.style.background)"
+    root, branch = (page.look(colours.format(part)) for part in (".tree", ".branch"))
+    assert len(branch) == 3
+    assert all(branch)
+    assert root[1:] != branch
     assert page.errors == []
 
 

@@ -19,6 +19,7 @@ NOT_RUN: dict[str, str] = {
     r"out of memory in: update": "a message of a failing rank; test_trainer_failures.py",
     r"failed while export: the disk is full": "a message of a failing rank; test_error_reports.py",
     r"^generation      the rollout engine": "a picture: the stages of an iteration",
+    r"^# of mppo/trainer/loop\.py": "a part of the loop; test_readme.py compares it",
     r"^loss = \(l_1 \+ l_2 ": "a formula: the loss of the tokens above",
     r"^sequential\nstage 0": "a picture: timelines; test_schedule.py",
     r"^mppo: job 3 start 1": "the log of a job of minutes; test_slurm.py",

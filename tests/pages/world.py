@@ -32,7 +32,7 @@ FOUR_NODES = "base: recipes/deepseek_llm_7b_gsm8k.yaml\ntrainer: {nnodes: 4}\n"
 WRITE_REWARD_MODEL = (
     "from mppo.hub.builtin import resolve_model; print(resolve_model('builtin:tiny-reward'))"
 )
-RUNS = ("runs/a", "runs/b", "runs/x", "RUN")
+RUNS = ("runs/a", "runs/b", "runs/sums", "runs/x", "RUN")
 MODELS = ("smollm2", "HF", "models/SmolLM2-135M-Instruct")
 GSM8K = {"question": "How many?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}
 MATH = {"problem": "Find $x$.", "level": "Level 5", "type": "Algebra", "solution": "\\boxed{2}"}

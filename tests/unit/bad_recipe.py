@@ -71,17 +71,26 @@ def write_files(root: Path) -> dict[str, Path]:
     }  # fmt: skip
 
 
-def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
-    """Run the entry point with a recipe and settings ``section.key=value ...``; its refusal."""
+def arguments_of(tmp_path: Path, text: str, settings: str, *options: str) -> list[str]:
+    """Write a recipe; the program's arguments with it and settings ``section.key=value ...``."""
     given = [part.replace(" ", "") for part in re.split(r" (?=\w+\.)", settings) if part]
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    code = main(["--config", str(path), *options, *given])
+    return ["--config", str(path), *options, *given]
+
+
+def refusal(tmp_path: Path, capsys, text: str, settings: str, *options: str) -> str:
+    """Run the entry point with a recipe and settings; its refusal."""
+    code = main(arguments_of(tmp_path, text, settings, *options))
     shown = capsys.readouterr()
-    assert code == 2, shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
+    assert_refused(code, shown.out, shown.err)
     return shown.err
+
+
+def assert_refused(code: int, out: str, err: str) -> None:
+    assert code == 2, err
+    assert "Traceback" not in err
+    assert out == ""
 
 
 def assert_one_fault(message: str, key: str, expected: str) -> None:

@@ -1,12 +1,23 @@
-"""Every mistake in a recipe gives one clear message and exit code 2, and nothing is run."""
+"""Every mistake in a recipe gives one clear message and exit code 2, and nothing is run.
+
+Nothing heavy is imported either, unless a model must be read.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from bad_recipe import GOOD, assert_one_fault, refusal, write_files
+from bad_recipe import (
+    GOOD,
+    arguments_of,
+    assert_one_fault,
+    assert_refused,
+    refusal,
+    write_files,
+)
 from bad_recipes import layouts, rewards, runs, settings
+from light_programs import LightPrograms
 
 from mppo.config.checks import load_checked
 from mppo.train import main
@@ -27,18 +38,33 @@ def places(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("places"))
 
 
+@pytest.fixture(scope="module")
+def programs(places):
+    with LightPrograms() as found:
+        yield found
+
+
 @pytest.mark.parametrize(
     ("given", "key", "expected", "text", "options"),
     [row[1:] for row in ROWS],
     ids=[row[0] for row in ROWS],
 )
 def test_a_mistake_is_one_issue_and_nothing_is_run(
-    given, key, expected, text, options, tmp_path, capsys, places, monkeypatch
+    given, key, expected, text, options, tmp_path, capsys, places, programs, monkeypatch
 ):
     given = re.sub(r"\{(\w+)\}", lambda name: str(places.get(name[1], name[0])), given)
-    monkeypatch.chdir(tmp_path)
-    assert_one_fault(refusal(tmp_path, capsys, text, given, *options), key, expected)
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    told = programs.run("mppo-train", arguments_of(folder, text, given, *options), folder, out)
+    if told.must_read_a_model:
+        monkeypatch.chdir(folder)
+        message = refusal(folder, capsys, text, given, *options)
+    else:
+        assert_refused(*told)
+        message = told.err
+    assert_one_fault(message, key, expected)
+    assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
 
 
 def test_an_agent_that_cannot_be_imported_ends_a_run_before_its_first_step(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -87,14 +89,23 @@ def test_the_extras_of_a_user_exist():
     assert "openai" in {Requirement(each).name for each in extras()["agents"]}
 
 
-def test_the_constraints_agree_with_the_pins():
+def constraints() -> dict[str, Requirement]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {r.name: r for r in (Requirement(line) for line in lines if line[0] != "#")}
+    return {r.name: r for r in (Requirement(line) for line in lines if line[0] != "#")}
+
+
+def assert_pinned(requirement: Requirement) -> None:
+    """The constraints have a version that the requirement allows."""
+    (version,) = constraints()[canonicalize_name(requirement.name)].specifier
+    assert requirement.specifier.contains(version.version), requirement
+
+
+def test_the_constraints_agree_with_the_pins():
+    pinned = constraints()
     assert list(pinned) == sorted(pinned), "each package once, in order"
     for name in ("cpu", "agents", "rewards", "parquet", "plan", "tensorboard", "wandb"):
         for requirement in map(Requirement, extras()[name]):
-            (version,) = pinned[canonicalize_name(requirement.name)].specifier
-            assert requirement.specifier.contains(version.version), requirement
+            assert_pinned(requirement)
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
@@ -109,3 +120,44 @@ def test_a_dockerfile_names_what_exists(name):
         assert (ROOT / recipe).is_file(), recipe
     for version in re.findall(r"torch==([\d.]+)", text):
         assert f"torch=={version}" in extras()["cpu"]
+
+
+def requirements_of(listed: set[str]) -> list[Requirement]:
+    """What mppo with some extras asks for, extras of extras included."""
+    dependencies = re.findall(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)[0]
+    found = list(map(Requirement, re.findall(r'"([^"]+)"', dependencies)))
+    for each in (Requirement(text) for name in listed for text in extras()[name]):
+        found += requirements_of(each.extras) if each.name == "mppo" else [each]
+    return found
+
+
+def pip_lines(text: str) -> list[list[str]]:
+    """The words of each ``pip install`` of a Dockerfile."""
+    lines = re.findall(r"\bpip install (.*?)(?:&&|$)", text.replace("\\\n", " "), re.MULTILINE)
+    return list(map(shlex.split, lines))
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_what_a_dockerfile_copies_and_installs_resolves(name):
+    text = (ROOT / name).read_text()
+    (source,) = re.findall(r"^COPY (\S+) /opt/mppo$", text, re.MULTILINE)
+    assert (ROOT / source / "pyproject.toml").is_file()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    paths = {Path(path).parts[0] for path in re.findall(r"/opt/mppo/([\w./]+)", text)}
+    assert not paths & set(ignored)
+    installs = pip_lines(text)
+    assert installs
+    for words in installs:
+        for word in words:
+            if "==" in word:
+                assert_pinned(Requirement(word))
+            if word.startswith("/opt/mppo/") and word != "/opt/mppo/constraints.txt":
+                assert (ROOT / word.removeprefix("/opt/mppo/") / "pyproject.toml").is_file()
+            if "-c" in words and (found := re.fullmatch(r"/opt/mppo\[(.*)\]", word)):
+                for requirement in requirements_of(set(found[1].split(","))):
+                    assert_pinned(requirement)
+    assert any("/opt/mppo[" in word for words in installs for word in words)
+    python = re.search(r"python:?(3\.\d+)", text)
+    supported = re.findall(r'requires-python = "(.*)"', PROJECT)[0]
+    assert python
+    assert SpecifierSet(supported).contains(f"{python[1]}.0")

@@ -22,9 +22,25 @@ def test_it_shows_the_timeline_and_a_report():
     assert all((ROOT / name).stat().st_size > 1000 for name in pictures)
 
 
-def test_it_names_tests_that_exist():
-    for name in re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", TEXT):
+def test_the_page_of_what_was_run_names_tests_that_exist():
+    page = (ROOT / "docs/what_was_run.md").read_text()
+    named = re.findall(r"`(?:tests/\w+/)?(test_\w+\.py)`", page)
+    assert len(named) > 20
+    for name in named:
         assert [*ROOT.glob(f"tests/*/{name}"), *ROOT.glob(f"extras/*/tests/{name}")], name
+
+
+def test_it_shows_the_loop_as_it_is():
+    """Every line of README's excerpt is one of the loop's, in its order."""
+    (excerpt,) = re.findall(r"# of mppo/trainer/loop\.py\n(.*?)```", TEXT, re.DOTALL)
+    lines = iter((ROOT / "mppo/trainer/loop.py").read_text().splitlines())
+    for line in excerpt.splitlines():
+        assert line.strip() == "..." or line in lines, line
+
+
+def test_it_says_what_is_supported_in_eight_rows():
+    table = TEXT.partition("## What is supported")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\| \w.* \|$", table, re.MULTILINE)) == 8
 
 
 def test_the_picture_of_layouts_shows_the_ranks_of_megatrons_order():

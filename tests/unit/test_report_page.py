@@ -112,6 +112,15 @@ def test_tokens_of_a_dump_have_their_numbers(tmp_path):
     assert "cannot be read" in row["error"]
 
 
+def test_the_sequences_of_an_episode_are_a_tree(tmp_path):
+    log(started(tmp_path, 0, "1 rank"), 1, 2)
+    write_dump(tmp_path, 1, tokens=[0, 1, 2, 3, 0, 1, 4], episode=5)
+    write_dump(tmp_path, 2, tokens=[0, 1, 2, 3, 0, 1, 4])
+    tokens = page_data([tmp_path])["runs"][0]["tokens"]
+    found = [[row[key] for key in ("step", "parent", "shared", "sequences")] for row in tokens]
+    assert found == [[1, None, 0, 2], [1, 0, 2, 2], [2, None, 0, 1], [2, None, 0, 1]]
+
+
 def test_no_planted_secret_reaches_the_page_or_the_dump(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", PLAIN)
     subject = started(tmp_path, 0, f"engine http://user:{PLAIN}@host/?token={SECRET}")

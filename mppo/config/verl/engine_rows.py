@@ -144,8 +144,8 @@ ENGINE_ROWS: tuple[VerlRow, ...] = (
     VerlRow(
         "async_training.{trigger_parameter_sync_step,require_batches}",
         Refused(
-            "engines get the weights after every step, of data.train_batch_size prompts",
-            "remove it; multiply data.train_batch_size to have fewer transfers",
+            "engines get the weights after every step of data.train_batch_size prompts",
+            "remove it; for fewer transfers, raise data.train_batch_size",
         ),
     ),
     VerlRow("async_training", Ignored("it is an option of verl's queues of samples")),

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from mppo.config.document import MAX_BYTES, parse_yaml
-from mppo.dumps.step_dump import UNREADABLE, dumped_steps, read_header_of
 from mppo.report.code_files import kept_code
 from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
@@ -19,13 +18,12 @@ from mppo.report.history import History, read_history
 from mppo.report.html.headline import headline
 from mppo.report.html.reduced import rounded
 from mppo.report.html.timelines import newest_timelines
+from mppo.report.html.token_trees import token_trees
 from mppo.report.status import Status, read_status
 from mppo.report.warning_rules import WarningSpan, warning_spans
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact, redact_text
 
-_DUMPS, _SEQUENCES, _TOKENS = 4, 4, 400
-"""Dumped steps in a page, sequences of each, and the most tokens of a sequence."""
 _SAMPLES = 24
 
 Plain = dict[str, Any]
@@ -77,7 +75,7 @@ def read_run_data(folder: Path, runs: History | None = None) -> RunData:
         "warnings": [_warning(span) for span in warnings],
         "events": _events(folder, status),
         "samples": _samples(folder / SAMPLES, last),
-        "tokens": _tokens(folder, last),
+        "tokens": token_trees(folder, last),
         "timelines": newest_timelines(folder, last),
     }
     flat = dict(_flat(redact(recipe)))
@@ -149,42 +147,3 @@ def _samples(path: Path, last: int) -> list[Plain]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return redact(found[-_SAMPLES:])
-
-
-def _tokens(folder: Path, last: int) -> list[Plain]:
-    """Sequences of some dumped steps: the best, the worst, and others between."""
-    steps = {step: path for step, path in dumped_steps(folder).items() if step <= last}
-    numbers, found = list(steps), []
-    places = {round(i * (len(numbers) - 1) / (_DUMPS - 1)) for i in range(_DUMPS)}
-    for step in [numbers[place] for place in sorted(places)] if numbers else []:
-        try:
-            found += _step_tokens(step, steps[step])
-        except UNREADABLE as error:
-            why = redact_text(" ".join(str(error).split()))
-            found.append({"step": step, "error": f"the dump cannot be read: {why}"})
-    return found
-
-
-def _step_tokens(step: int, folder: Path) -> list[Plain]:
-    from mppo.dumps.token_table import read_token_tables  # imports torch
-
-    header = read_header_of(folder)
-    order = sorted(range(len(header.rows)), key=lambda i: -header.rows[i].score)
-    count = min(_SEQUENCES, len(order))
-    places = {round(i * (len(order) - 1) / max(count - 1, 1)) for i in range(count)}
-    indices = sorted(order[place] for place in places)
-    return [
-        {
-            "step": step,
-            "sequence": index,
-            "source": redact_text(table.row.data_source),
-            "truth": redact_text(table.row.ground_truth),
-            "score": rounded([table.row.score])[0],
-            "end": table.row.finish_reason,
-            "prompt_tokens": table.prompt_tokens,
-            "by_environment": [i for i, flag in enumerate(table.by_environment) if flag],
-            "pieces": list(table.pieces),
-            "numbers": {name: rounded(values) for name, values in table.numbers.items()},
-        }
-        for index, table in zip(indices, read_token_tables(folder, header, indices, _TOKENS))
-    ]

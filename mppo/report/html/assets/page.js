@@ -335,11 +335,16 @@
     });
   };
   const sequence = (row) => {
-    const title = `step ${row.step}, sequence ${row.sequence}: score ${shown(row.score)}, ${row.end}, ground truth ${row.truth || "–"}`;
+    const end = `score ${shown(row.score)}, ${row.end}, ground truth ${row.truth || "–"}`;
+    const from = row.parent == null ? row.sequences > 1 ? `, of ${row.sequences} of its episode` : "" : row.shared
+      ? `, from sequence ${row.parent} after token ${row.shared}` : `, of the episode of sequence ${row.parent}`;
+    const title = `step ${row.step}, sequence ${row.sequence}${from}: ${end}`;
+    const hidden = Math.max(row.shared - row.prompt_tokens, 0);  // numbers of tokens that the parent shows
     const text = make("div", {class: "tokens"});
     const numbers = make("div", {class: "numbers"}, "hover a token for its numbers");
     const spans = [], others = new Set(row.by_environment);
     row.pieces.forEach((piece, i) => {
+      if (i < row.shared) return;
       const after = i - row.prompt_tokens;
       const span = make("span", after < 0 ? {class: "prompt"} : {"data-token": after, tabindex: "0"}, piece);
       if (others.has(after)) {
@@ -357,8 +362,27 @@
       }
       text.append(span);
     });
-    paint(spans, row.numbers[colouring], colouring);
+    paint(spans, row.numbers[colouring].slice(hidden), colouring);
     return make("section", {class: "card sequence"}, make("h3", {}, title), text, numbers);
+  };
+  // a sequence is drawn inside the one whose history it shares, from where it leaves it
+  const episodes = (rows) => {
+    const drawn = new Map(), roots = [];
+    for (const row of rows) {
+      if (row.error) {
+        roots.push(make("p", {class: "faint"}, `step ${row.step}: ${row.error}`));
+        continue;
+      }
+      const card = sequence(row);
+      drawn.set(`${row.step}/${row.sequence}`, card);
+      const parent = row.parent == null ? null : drawn.get(`${row.step}/${row.parent}`);
+      if (parent) {
+        card.className = "sequence branch";
+        parent.append(card);
+        parent.closest(".card").classList.add("tree");
+      } else roots.push(card);
+    }
+    return roots;
   };
   const samples = () => {
     for (const run of data.runs) {
@@ -366,8 +390,7 @@
       if (run.tokens.length) {
         const choice = make("select", {"aria-label": "colour"}, ...COLOURINGS.map((name) => make("option", name === colouring ? {selected: ""} : {}, name)));
         const grid = make("div", {class: "grid"});
-        const fill = () => grid.replaceChildren(...run.tokens.map((row) =>
-          row.error ? make("p", {class: "faint"}, `step ${row.step}: ${row.error}`) : sequence(row)));
+        const fill = () => grid.replaceChildren(...episodes(run.tokens));
         choice.addEventListener("change", () => { colouring = choice.value; fill(); });
         fill();
         page.append(make("h2", {}, `Tokens${of}, coloured by `, choice), grid);
