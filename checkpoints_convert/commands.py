@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import yaml
 
 from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
+from checkpoints_convert.run_config import RUN_CONFIG, run_config
 from mppo.hub.builtin import read_model_config
 from mppo.safety.input_files import read_json
 from mppo.weights.hf.folder import HFFolder
@@ -28,10 +30,16 @@ from mppo.weights.model_folder import (
     RELEASE,
     checkpoint_folder,
     companion_folder,
+    weights_folder,
 )
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import EXTRA_FILE, plan_hf, plan_megatron
+from mppo.weights.torch_dist.conversion import (
+    EXTRA_FILE,
+    MegatronIndex,
+    plan_hf,
+    plan_megatron,
+)
 from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index
 from mppo.weights.torch_dist.reader import value_bins
 
@@ -82,9 +90,7 @@ def hf_to_megatron(
     fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, sizes)
     run_plan(plan, building, ranks, fingerprint)
     if ranks.rank == 0:
-        write_checkpoint_index(
-            building / RELEASE, index.tensors, index.objects, common_state(shape)
-        )
+        _describe_model(hf, building / RELEASE, index, dtype)
         (building / LATEST).write_text(RELEASE)
         (building / COMPANIONS).mkdir(exist_ok=True)
         copy_companions(hf, building / COMPANIONS, dtype or _plain_dtype(hf))
@@ -180,6 +186,7 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
     Raises:
         ValueError: one of them does not exist.
     """
+    megatron = weights_folder(megatron)
     folder = checkpoint_folder(megatron)
     if config is not None:
         return folder, config
@@ -187,6 +194,17 @@ def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
         return folder, companion_folder(megatron)
     except ValueError as error:
         raise ValueError(f"{error}, or pass the model's Hugging Face folder as --config") from error
+
+
+def _describe_model(
+    hf: Path, release: Path, index: MegatronIndex, dtype: torch.dtype | None
+) -> None:
+    """Write what Megatron's loader, Megatron-LM and Megatron-Bridge read beside the tensors."""
+    config = read_model_config(hf)
+    write_checkpoint_index(release, index.tensors, index.objects, common_state(config))
+    content = run_config(config, dtype or _plain_dtype(hf) or config.dtype)
+    if content is not None:
+        (release / RUN_CONFIG).write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def read_shape(folder: Path) -> ModelShape:

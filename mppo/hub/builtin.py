@@ -23,7 +23,7 @@ from mppo.hub.tokenizer_growth import check_growth
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
-from mppo.weights.model_folder import companion_folder
+from mppo.weights.model_folder import companion_folder, weights_folder
 
 if TYPE_CHECKING:  # imported where they are used: the check of a recipe takes a second without
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -133,6 +133,7 @@ def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0)
     if not folder.is_dir():
         raise ConfigError([no_model_folder("model.path", path)])
     try:
+        folder = weights_folder(folder)
         companions = companion_folder(folder)
     except ValueError as error:
         fix = "name a model in Hugging Face form, or a checkpoint with its config.json"

@@ -153,5 +153,7 @@ def _is_buffer(name: str, shape: ModelShape) -> bool:
 
 def is_extra_layer(name: str, shape: ModelShape) -> bool:
     """Return whether a tensor belongs to a multi-token-prediction layer after the decoder."""
+    if found := re.match(r"^model\.mtp_layers\.(\d+)\.", name):  # MiMo
+        return int(found[1]) < shape.extra_layers
     found = re.match(r"^model\.layers\.(\d+)\.", name)
     return bool(found) and 0 <= int(found[1]) - shape.num_layers < shape.extra_layers

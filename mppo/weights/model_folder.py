@@ -14,6 +14,8 @@ from mppo.safety.input_files import inside, read_text
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMPANIONS = "hf"
+_VERL_COMPANIONS = "huggingface"
+_VERL_SHARDS = "dist_ckpt"
 LATEST_BYTES = 1 << 10
 """Size limit of ``LATEST``, which holds a number or a word."""
 
@@ -24,6 +26,34 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
     return not (path / "config.json").exists() and (
         (path / ".metadata").exists() or (path / LATEST).exists()
     )
+
+
+def weights_folder(path: str | Path) -> Path:
+    """The folder of weights inside a role's folder of verl (``global_step_N/actor``).
+
+    verl with Megatron writes ``huggingface/`` with config and tokenizer, and with the weights if it
+    has a bridge, else ``dist_ckpt/`` beside it; since 2026 both are in ``model/``.
+
+    Returns:
+        The Hugging Face folder or checkpoint in it; any other path itself.
+
+    Raises:
+        InputError: the folder holds shards of FSDP, which only verl can merge.
+    """
+    path = Path(path)
+    if (path / "config.json").exists():
+        return path
+    if any(path.glob("model_world_size_*_rank_*.pt")):
+        raise InputError(
+            f"{path}: shards that verl saved with FSDP; merge them with verl: python -m "
+            f"verl.model_merger merge --backend fsdp --local_dir {path} --target_dir NEW_HF"
+        )
+    for parent in (path / "model", path):
+        if any((parent / _VERL_COMPANIONS).glob("*.safetensors")):
+            return parent / _VERL_COMPANIONS
+        if (parent / _VERL_SHARDS / ".metadata").exists():
+            return parent / _VERL_SHARDS
+    return path
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -57,9 +87,10 @@ def companion_folder(path: str | Path) -> Path:
     if not is_megatron_checkpoint(path):
         return path
     folder = checkpoint_folder(path)
-    for beside in (path / COMPANIONS, folder / COMPANIONS, folder.parent / COMPANIONS):
-        if (beside / "config.json").exists():
-            return beside
+    for name in (COMPANIONS, _VERL_COMPANIONS):
+        for beside in (path / name, folder / name, folder.parent / name):
+            if (beside / "config.json").exists():
+                return beside
     raise InputError(
         f"{path}: no {COMPANIONS}/config.json beside the checkpoint; put the model's config.json "
         "and tokenizer there"

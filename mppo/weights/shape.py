@@ -11,25 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from mppo.safety.input_error import InputError
+from mppo.weights.refused_families import DIFFERENT, RENAMED
 
 GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
-                "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe")  # fmt: skip
-MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
+                "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe", "seed_oss",
+                "smollm3")  # fmt: skip
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 FAMILIES = GQA_FAMILIES + MLA_FAMILIES
 _SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
 """Mixtures with shared experts and dense first layers under DeepSeek's keys."""
 _PLAIN_FAMILIES = ("gpt_neox", "opt")
 """Families with LayerNorm, an ungated feed-forward, and biases in all linear layers."""
-_KNOWN_TO_DIFFER = {
-    "gpt_oss": "its attention has a learned sink per head, its experts have biases, a clamped "
-    "activation and gate and up row by row in one tensor of all experts; the attention and the "
-    "weight table of mppo have none of these",
-}
-"""Families that users ask for, and why they are not supported."""
 QKV_BIAS_KEYS = {
     "qwen2_moe": ("qkv_bias", True),
     "glm4": ("attention_bias", False),
     "glm4_moe": ("attention_bias", False),
+    "seed_oss": ("attention_bias", True),
 }
 """The key of config.json for biases of queries, keys and values, and its default."""
 VALUE_BINS = "value_bins"
@@ -119,8 +116,12 @@ def check_family(hf_config: Any) -> str:
 
 def check_model_type(model_type: Any) -> str:
     """``model_type`` itself. Raises as ``check_family``."""
+    if model_type in RENAMED:
+        family, why = RENAMED[model_type]
+        why, fix = f"{why}, but transformers has no such type", f"set it to {family} in config.json"
+        raise refuse("model_type", model_type, why, fix)
     if model_type not in FAMILIES:
-        why = _KNOWN_TO_DIFFER.get(str(model_type), "this family is not supported")
+        why = DIFFERENT.get(str(model_type), "this family is not supported")
         raise refuse(
             "model_type", model_type, why,
             f"use one of {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add one)",
@@ -170,7 +171,7 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
     if model_type in _SHARED_FAMILIES:
         if getattr(hf_config, "n_routed_experts", None) is None:
             return (False,) * count
-        first = getattr(hf_config, "first_k_dense_replace", None) or 0
+        first = _first_dense_layers(hf_config)
         frequency = getattr(hf_config, "moe_layer_freq", None) or 1
         if frequency != 1:
             raise refuse(
@@ -179,6 +180,20 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
             )  # fmt: skip
         return tuple(i >= first for i in range(count))
     return (False,) * count
+
+
+def _first_dense_layers(hf_config: Any) -> int:
+    """Dense layers before the first mixture of experts; GLM-4.7-Flash lists the kind of each."""
+    if hf_config.model_type != "glm4_moe_lite":
+        return getattr(hf_config, "first_k_dense_replace", None) or 0
+    kinds = list(required(hf_config, "mlp_layer_types"))
+    first = kinds.count("dense")
+    if kinds != ["dense"] * first + ["sparse"] * (hf_config.num_hidden_layers - first):
+        raise refuse(
+            "mlp_layer_types", kinds, "must be one kind per layer, the dense layers first, as "
+            "SGLang has them (first_k_dense_replace)", "list dense, then sparse",
+        )  # fmt: skip
+    return first
 
 
 def model_shape(hf_config: Any) -> ModelShape:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 SPARSE = (
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "moonlight", "deepseek_v3",
+    "glm4_moe_lite",
 )  # fmt: skip
 DENSE = tuple(family for family in CONFIGS if family not in SPARSE)
 BIASED = ("gpt_neox", "opt")

@@ -84,6 +84,12 @@ SAME: dict[str, Callable[[], Any]] = {
     ),
     "moonlight": lambda: hf.DeepseekV3Config(**V3, q_lora_rank=None, routed_scaling_factor=2.446),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**V3, q_lora_rank=24, rope_parameters=MSCALES),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**V3, q_lora_rank=24, routed_scaling_factor=1.8),
+    "seed_oss": lambda: hf.SeedOssConfig(**EPS, head_dim=32, pad_token_id=None),
+    "smollm3": lambda: hf.SmolLM3Config(
+        **{**EPS, "tie_word_embeddings": True}, no_rope_layers=[1, 0, 1, 0], pad_token_id=None,
+        bos_token_id=1, eos_token_id=2, rope_parameters=SHORT_YARN,
+    ),
 }  # fmt: skip
 
 OTHER: dict[str, Callable[[], Any]] = {

@@ -92,6 +92,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
         rope_parameters=LATENT_YARN,
     ),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(
+        **{**LATENT, "rms_norm_eps": 1e-5}, q_lora_rank=24, n_routed_experts=8,
+        num_experts_per_tok=2, routed_scaling_factor=1.8,
+    ),
+    "seed_oss": lambda: hf.SeedOssConfig(**BASE, head_dim=32, pad_token_id=None),
+    "smollm3": lambda: hf.SmolLM3Config(
+        **TIED, no_rope_layers=[1, 0, 1, 1], pad_token_id=None, bos_token_id=1, eos_token_id=2,
+    ),
 }  # fmt: skip
 
 

@@ -166,6 +166,30 @@ VARIANTS = {
     "deepseek_v3 two mscales": Variant(
         hf.DeepseekV3Config, V3, {"rope_parameters": yarn(mscale=1.2, mscale_all_dim=0.6)}
     ),
+    "glm4_moe_lite": Variant(
+        hf.Glm4MoeLiteConfig,
+        {**V3, "q_lora_rank": 24, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+        {
+            **EPS, "rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0), "hidden_act": "gelu",
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "seed_oss": Variant(
+        hf.SeedOssConfig, {**HEADS, "pad_token_id": None},
+        {**EPS, "rope_parameters": yarn(), "hidden_act": "gelu"},
+    ),
+    "smollm3": Variant(
+        hf.SmolLM3Config, {**TIED, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
+        {**EPS, "no_rope_layers": [0, 1, 1, 0], "rope_parameters": yarn(), "hidden_act": "gelu"},
+    ),
+    "smollm3 windows": Variant(
+        hf.SmolLM3Config,
+        {
+            **TIED, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+            "use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0],
+        },
+        {"sliding_window": WINDOW},
+    ),
 }  # fmt: skip
 
 

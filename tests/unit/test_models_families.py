@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch.nn.functional as F
 import transformers as hf
 from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, YARN
 
+from mppo.hub.builtin import read_model_config
 from mppo.models.families.activations import gelu_tanh
 from mppo.models.families.architectures import BUILDERS, family_config
-from mppo.weights.shape import FAMILIES, model_shape
+from mppo.weights.load import is_extra_layer
+from mppo.weights.shape import FAMILIES, check_model_type, model_shape
 
 
 def llama(**config):
@@ -102,6 +106,28 @@ def test_stated_attention_factor_is_what_megatron_multiplies_by():
 REFUSED = {
     "unknown family": (lambda: hf.GPT2Config(), "model_type = 'gpt2'"),
     "gpt-oss": (lambda: hf.GptOssConfig(), "model_type = 'gpt_oss': .* learned sink per head"),
+    "Qwen3-Next": (lambda: hf.Qwen3NextConfig(), "'qwen3_next': .* gated delta nets"),
+    "Qwen3.5": (lambda: hf.Qwen3_5TextConfig(), "'qwen3_5_text': .* gated delta nets"),
+    "Qwen3.5 MoE": (lambda: hf.Qwen3_5MoeTextConfig(), "'qwen3_5_moe_text': .* gated delta nets"),
+    "GLM-5": (lambda: hf.GlmMoeDsaConfig(), "'glm_moe_dsa': an indexer"),
+    "Gemma 3": (lambda: hf.Gemma3TextConfig(), "'gemma3_text': .* different bases"),
+    "Olmo 3": (lambda: hf.Olmo3Config(), "'olmo3': it norms queries and keys over all heads"),
+    "Ministral 3": (lambda: hf.Ministral3Config(), "'ministral3': queries are scaled"),
+    "Phi-4": (lambda: hf.Phi3Config(), "'phi3': one tensor holds all queries"),
+    "Seed-OSS without biases": (
+        lambda: hf.SeedOssConfig(**BASE, attention_bias=False), "attention_bias = False"
+    ),
+    "Seed-OSS with an output bias": (
+        lambda: hf.SeedOssConfig(**BASE, attention_out_bias=True), "attention_out_bias = True"
+    ),
+    "SmolLM3 with an entry too many": (
+        lambda: hf.SmolLM3Config(**BASE, no_rope_layers=[1, 0, 1, 1, 1], pad_token_id=None),
+        "no_rope_layers",
+    ),
+    "GLM-4.7-Flash with dense layers later": (
+        lambda: hf.Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["sparse", "dense"] * 2),
+        "mlp_layer_types",
+    ),
     "llama-3 rope with other constants": (
         lambda: llama(rope_parameters={**LLAMA3, "original_max_position_embeddings": 4096}),
         "original_max_position_embeddings = 4096.*8192",
@@ -178,3 +204,41 @@ def test_settings_that_megatron_cannot_represent_are_refused(case):
     build, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         family_config(build())
+
+
+KIMI_K2 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "vocab_size": 163840, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+"""config.json of moonshotai/Kimi-K2-Instruct of July 2025."""
+
+
+def test_kimi_k2_is_read_once_its_type_is_deepseek_v3(tmp_path):
+    write = (tmp_path / "config.json").write_text
+    write(json.dumps(KIMI_K2 | {"model_type": "kimi_k2", "auto_map": {}}))
+    with pytest.raises(ValueError, match=r"'kimi_k2': .*; set it to deepseek_v3 in config.json"):
+        read_model_config(tmp_path)
+    write(json.dumps(KIMI_K2 | {"model_type": "deepseek_v3"}))
+    kwargs = family_config(read_model_config(tmp_path)).transformer_kwargs
+    assert (kwargs["num_moe_experts"], kwargs["rotary_scaling_factor"]) == (384, 32.0)
+    assert kwargs["moe_layer_freq"] == [0] + [1] * 60
+
+
+def test_mimo_is_qwen2_with_a_layer_that_predicts_more_tokens():
+    config = hf.Qwen2Config(**BASE, attention_bias=True, head_dim=32, num_nextn_predict_layers=1)
+    shape = model_shape(config)
+    assert family_config(config).transformer_kwargs["add_qkv_bias"]
+    assert is_extra_layer("model.mtp_layers.0.input_proj.weight", shape)
+    assert not is_extra_layer("model.mtp_layers.1.input_proj.weight", shape)
+    with pytest.raises(ValueError, match=r"'mimo': .*; set it to qwen2"):
+        check_model_type("mimo")

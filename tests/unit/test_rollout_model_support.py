@@ -60,6 +60,9 @@ FITS: dict[str, Any] = {
     "deepseek_v2": lambda: hf.DeepseekV2Config(**V2, rope_parameters=LATENT_YARN),
     "deepseek_v3": lambda: hf.DeepseekV3Config(**V3, rope_parameters=LATENT_YARN),
     "moonlight": lambda: hf.DeepseekV3Config(**{**V3, "rms_norm_eps": 1e-5, "q_lora_rank": None}),
+    "glm4_moe_lite": lambda: hf.Glm4MoeLiteConfig(**V3),
+    "seed_oss": lambda: hf.SeedOssConfig(**BASE, head_dim=32),
+    "smollm3": lambda: hf.SmolLM3Config(**TIED, pad_token_id=None),
 }  # fmt: skip
 
 DIFFERS: dict[str, tuple[Any, str]] = {
@@ -273,7 +276,8 @@ def test_weights_are_sent_dequantised() -> None:
 def test_own_classes_are_selected_where_sglangs_differ(name: str) -> None:
     model_type = FITS[name]().model_type
     requested = "SGLANG_EXTERNAL_MODEL_PACKAGE" in server_environment(1, False, model_type)
-    assert requested == (model_type in ("gemma", "gpt_neox", "deepseek_v2", "deepseek_v3"))
+    own = {"gemma", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "seed_oss"}
+    assert requested == (model_type in own | {"smollm3"})
 
 
 def test_the_recipe_is_refused_before_any_model_is_built() -> None:

@@ -21,6 +21,7 @@ from mppo.weights.model_folder import (
     checkpoint_folder,
     companion_folder,
     is_megatron_checkpoint,
+    weights_folder,
 )
 
 SHARED_FOLDERS = frozenset(
@@ -160,7 +161,9 @@ def _model_issues(key: str, name: str) -> Iterator[ConfigIssue]:
     folder = Path(name)
     if not folder.is_dir():
         yield no_model_folder(key, name)
-    elif is_megatron_checkpoint(folder):
+        return
+    folder = weights_folder(folder)
+    if is_megatron_checkpoint(folder):
         yield from _checkpoint(key, folder)
     elif not (folder / "config.json").is_file() and (folder / "actor/config.json").is_file():
         fix = f"give the model that it exported: {folder / 'actor'}"

@@ -137,6 +137,29 @@ def glm4_moe(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     return _with_sigmoid_router(llama(hf_config, shape), hf_config, shape)
 
 
+def seed_oss(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """Seed-OSS: Qwen2 with heads of their own width."""
+    if not shape.qkv_bias:
+        raise refuse(
+            "attention_bias", False, "the released models have biases of queries, keys and values, "
+            "which SGLang's layers always add", "use a checkpoint with them",
+        )  # fmt: skip
+    return llama(hf_config, shape)
+
+
+def smollm3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
+    """SmolLM3: Llama, in which some layers do not rotate queries and keys."""
+    rotated = list(hf_config.no_rope_layers)
+    if len(rotated) != shape.num_layers:
+        raise refuse(
+            "no_rope_layers", rotated, f"must have one entry for each of {shape.num_layers} layers",
+            "give 1 for layers with rotary positions, else 0",
+        )  # fmt: skip
+    family = llama(hf_config, shape)
+    kwargs = family.transformer_kwargs | {"no_rope_freq": [int(not layer) for layer in rotated]}
+    return replace(family, transformer_kwargs=kwargs)
+
+
 def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """DeepSeek-V2 and V2-Lite: MLA, softmax router without groups."""
     method = getattr(hf_config, "topk_method", None) or "greedy"
@@ -161,7 +184,7 @@ def deepseek_v2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 
 def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
-    """DeepSeek-V3, R1 and Moonlight: MLA, sigmoid router with expert bias."""
+    """DeepSeek-V3, R1, Moonlight, GLM-4.7-Flash: MLA, sigmoid router with expert bias."""
     return _with_sigmoid_router(_mla(hf_config, shape), hf_config, shape)
 
 
@@ -219,6 +242,9 @@ BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": deepseek_v3,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
 }
 
 
@@ -324,8 +350,9 @@ def _check_biases(hf_config: Any, shape: ModelShape) -> None:
                     "use a checkpoint with them",
                 )  # fmt: skip
         return
-    for key in ("attention_bias", "mlp_bias"):
-        if key in QKV_BIAS_KEYS.get(shape.model_type, ()):
+    for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
+        own = ("attention_bias",) if shape.model_type == "qwen2" else ()
+        if key in QKV_BIAS_KEYS.get(shape.model_type, own):
             continue  # the family has these for queries, keys and values only
         if getattr(hf_config, key, False):
             raise refuse(

@@ -80,6 +80,9 @@ SERVED: dict[str, Served] = {
     "glm4_moe": Served(ropes=("default", "linear"), ties=(False,)),
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
+    "glm4_moe_lite": Served(ropes=("default",), ties=(False,)),
+    "seed_oss": Served(ropes=("default",)),
+    "smollm3": Served(),
 }  # fmt: skip
 
 MODEL_PACKAGE = "mppo.rollout.sglang_models"
@@ -91,6 +94,9 @@ OWN_CLASSES = {
     "gpt_neox": "does not exist",
     "deepseek_v2": _MLA_CLASS,
     "deepseek_v3": _MLA_CLASS,
+    "glm4_moe_lite": _MLA_CLASS,
+    "seed_oss": "does not exist",
+    "smollm3": "does not exist",
 }
 """Families with a class in ``MODEL_PACKAGE``, and how SGLang's own class differs."""
 
@@ -139,6 +145,8 @@ def sglang_settings(hf_config: Any) -> dict[str, Any]:
     settings = {k: v for k, v in unstated.items() if getattr(hf_config, k, None) is None}
     if model_type == "deepseek_v2":
         settings |= {"n_group": 1, "topk_group": 1}  # the actor's router has no groups
+    if model_type == "glm4_moe_lite":  # SGLang reads the kinds of layers under this key
+        settings["first_k_dense_replace"] = model_shape(hf_config).sparse_layers.count(False)
     if model_type == "gemma2":  # SGLang needs both keys; transformers saves one of them
         activation = family_config(hf_config).activation
         settings |= {"hidden_act": activation, "hidden_activation": activation}

@@ -1,10 +1,11 @@
-"""DeepSeek-V2, V3 and Moonlight in SGLang, with the published epsilon of MLA's inner norms."""
+"""DeepSeek-V2, V3, Moonlight and GLM-4.7-Flash in SGLang, with the published epsilon of MLA's
+inner norms."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from sglang.srt.models import deepseek_v2
+from sglang.srt.models import deepseek_v2, glm4_moe_lite
 from torch import nn
 
 from mppo.models.families.architectures import MLA_NORM_EPSILON
@@ -35,4 +36,12 @@ class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
         _set_inner_epsilon(self)
 
 
-EntryClass = [DeepseekV2ForCausalLM, DeepseekV3ForCausalLM]
+class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
+    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _set_inner_epsilon(self)
+
+
+EntryClass = [DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM]

@@ -11,6 +11,7 @@ from typing import Any
 
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
+from mppo.weights.refused_families import RENAMED
 from mppo.weights.shape import VALUE_BINS, check_model_type, refuse
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -81,9 +82,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     """
     check_regular_files(folder)
     content = read_json(folder / CONFIG)
-    if (
-        "auto_map" not in content
-    ):  # the model has its own code, for which trust_remote_code is required
+    # with an auto_map the model has its own code, for which trust_remote_code is required
+    if "auto_map" not in content or content.get("model_type") in RENAMED:
         check_model_type(content.get("model_type"))
     check_numbers(content)
     generation = folder / GENERATION

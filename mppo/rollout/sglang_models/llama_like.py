@@ -1,0 +1,33 @@
+"""Seed-OSS and SmolLM3 in SGLang, which has no classes for these families."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from torch import Tensor, nn
+
+
+class _Unrotated(nn.Module):
+    """Queries and keys of a layer without rotary positions."""
+
+    def forward(self, _positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+
+class SeedOssForCausalLM(Qwen2ForCausalLM):
+    """Qwen2's layers, whose heads may have a width of their own."""
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    """Llama's layers; those listed in ``no_rope_layers`` with 0 do not rotate."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for layer, rotated in zip(self.model.layers, config.no_rope_layers, strict=True):
+            if not rotated:
+                cast("Any", layer).self_attn.rotary_emb = _Unrotated()
+
+
+EntryClass = [SeedOssForCausalLM, SmolLM3ForCausalLM]
