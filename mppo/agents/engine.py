@@ -21,11 +21,9 @@ from mppo.batch.episode import NO_WEIGHTS, OPEN, Episode, EpisodeResult, Episode
 from mppo.parallel.collectives import raise_on_any_rank, wait_for_ranks
 from mppo.rewards.function import extra_info
 from mppo.rewards.response import describe, shorten
-from mppo.rollout.engine import GenerationRequest, RolloutEngine
+from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
 from mppo.rollout.local.engine import LocalGeneration
 from mppo.rollout.response_gather import gather_episodes, left_over
-from mppo.rollout.turns import TurnEngine
-from mppo.weights.bucket import WeightBucket
 
 Agent = Callable[[Sequence[Conversation]], Sequence[Reply | str]]
 """Returns for each conversation the agent's reply, or why there is none."""
@@ -47,7 +45,7 @@ class _Talk:
         self.numbers.update(reply.numbers)
 
 
-class ConversationEngine:
+class ConversationEngine(EngineAround):
     """A rollout engine whose responses are conversations with an agent; a ``RolloutEngine``.
 
     Args:
@@ -69,7 +67,8 @@ class ConversationEngine:
         *,
         world: int = 1,
     ) -> None:
-        self._engine, self._agent, self._name = engine, agent, name
+        super().__init__(engine)
+        self._agent, self._name = agent, name
         self._turn_text, self._max_turns = turn_text, max_turns
         self._world = world
 
@@ -102,10 +101,6 @@ class ConversationEngine:
                 break
             part = replace(part, resumable=left_over(request, dict(enumerate(found))))
         return found
-
-    def turns(self) -> TurnEngine:
-        """See ``RolloutEngine.turns``."""
-        return self._engine.turns()
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
@@ -226,30 +221,8 @@ class ConversationEngine:
             more = Episode.sampled(episode.prompt, said, OPEN, NO_WEIGHTS)
             return episode.followed_by(more)
         reason = episode.finish_reason if ids is None or fits else "length"
-        result = EpisodeResult(talk.reward, dict(talk.numbers))
+        result = EpisodeResult(talk.reward, dict(talk.numbers), messages=tuple(talk.messages))
         return replace(episode, finish_reason=reason, result=result)
-
-    # ---- what the engine does alone
-
-    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``."""
-        self._engine.update_weights(buckets, version)
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
-        return self._engine.logprobs(sequences)
-
-    def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``."""
-        return self._engine.sync_metrics()
-
-    def sleep(self) -> None:
-        """See ``RolloutEngine.sleep``."""
-        self._engine.sleep()
-
-    def stop(self) -> None:
-        """See ``RolloutEngine.stop``."""
-        self._engine.stop()
 
 
 def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,12 @@ from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
 from mppo.agents.event_loop import EventLoop
 from mppo.agents.program import EpisodeAccess, Program, failed, opening_of, task_of
-from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisodes
+from mppo.agents.running_episodes import (
+    EpisodeKey,
+    EpisodeStart,
+    RunningEpisodes,
+    use_metrics,
+)
 from mppo.agents.turn_queue import Drawing, TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
@@ -31,7 +36,7 @@ from mppo.config.sections.agent import AgentConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rewards.response import describe
 from mppo.rollout.answered import AnsweredPrompts
-from mppo.rollout.engine import GenerationRequest, RolloutEngine
+from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
 from mppo.rollout.response_gather import complete_prompts, gather_episodes
 from mppo.rollout.turns import TurnEngine
 from mppo.supervision import stop_request
@@ -45,7 +50,7 @@ _ABORT_S = 5.0
 """An aborted request is answered within this time, or its server hangs."""
 
 
-class EpisodeEngine:
+class EpisodeEngine(EngineAround):
     """A rollout engine whose responses are episodes of a program; a ``RolloutEngine``.
 
     Args:
@@ -70,7 +75,8 @@ class EpisodeEngine:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self._engine, self._program, self._config = engine, program, config
+        super().__init__(engine)
+        self._program, self._config = program, config
         self._goes_on, self.rank, self.world = goes_on, rank, world
         self._queue = TurnQueue()
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
@@ -81,6 +87,7 @@ class EpisodeEngine:
         self._version, self._names = 0, 0
         self._kept, self._passing = self._nothing_running(), self._nothing_running()
         self._homes: dict[EpisodeKey, int] = {}
+        self._metrics: dict[str, float] = {}
 
     def _nothing_running(self) -> RunningEpisodes:
         return RunningEpisodes(self._run, self._config.max_concurrent)
@@ -93,7 +100,7 @@ class EpisodeEngine:
             StepInterrupted: on every rank.
         """
         was_open = self._queue.is_open
-        found = EpisodeGeneration(self, request, self._passing, {}).collect()
+        found = EpisodeGeneration(self, request, self._passing, {}, is_training=False).collect()
         if was_open:
             self.open()
         return found
@@ -102,7 +109,8 @@ class EpisodeEngine:
         """See ``RolloutEngine.submit``."""
         if not self._goes_on:
             self._homes = {}
-        return EpisodeGeneration(self, request, self._kept, self._homes, self._goes_on)
+        goes_on, homes = self._goes_on, self._homes
+        return EpisodeGeneration(self, request, self._kept, homes, goes_on, is_training=True)
 
     def open(self) -> TurnEngine:
         """Answer the agents' requests from now on; collective."""
@@ -158,9 +166,9 @@ class EpisodeEngine:
             where = f"the agent of {describe(prompt)}: "
             error = None if result.error is None else where + result.error
             record = await sessions.close(session.id, error)
-            queue.forget(session.id)
+            use = queue.forget(session.id)
         tick()
-        return None if queue.is_lost else _episode(prompt, record, result)
+        return None if queue.is_lost else _episode(prompt, record, replace(result, use=use))
 
     async def _within_limit(self, work: Coroutine[None, None, EpisodeResult]) -> EpisodeResult:
         """The result of an episode, which may take ``max_seconds`` while its turns are answered."""
@@ -177,28 +185,26 @@ class EpisodeEngine:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def turns(self) -> TurnEngine:
-        """See ``RolloutEngine.turns``."""
-        return self._engine.turns()
-
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """See ``RolloutEngine.update_weights``."""
         self.pause()
-        self._engine.update_weights(buckets, version)
+        super().update_weights(buckets, version)
         self._version = version
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
-        return self._engine.logprobs(sequences)
+    def add_up(self, episodes: Sequence[Episode]) -> None:
+        """Take the metrics of a batch from this rank's episodes of it; collective."""
+        uses = [each.result.use for each in episodes if each.result and each.result.use]
+        everyone = all_gather_objects(uses, self.world)
+        self._metrics = use_metrics([use for part in everyone for use in part])
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``."""
-        return self._engine.sync_metrics()
+        """See ``RolloutEngine.sync_metrics``; also what the episodes of the last batch took."""
+        return super().sync_metrics() | self._metrics
 
     def sleep(self) -> None:
         """See ``RolloutEngine.sleep``."""
         self.pause()
-        self._engine.sleep()
+        super().sleep()
 
     def stop(self) -> None:
         """Stop the engine, and every process of the agent."""
@@ -207,7 +213,7 @@ class EpisodeEngine:
                 self.run(self._stop())
                 self._loop.stop()
         finally:
-            self._engine.stop()
+            super().stop()
 
     async def _stop(self) -> None:
         with suppress(asyncio.TimeoutError):  # a server that hangs holds up no end
@@ -230,6 +236,7 @@ class EpisodeGeneration:
         running: those that run already, and will.
         homes: the rank of each, on every rank.
         goes_on: whether those that the result does not hold go on.
+        is_training: whether they are trained on.
     """
 
     def __init__(
@@ -239,9 +246,11 @@ class EpisodeGeneration:
         running: RunningEpisodes,
         homes: dict[EpisodeKey, int],
         goes_on: bool = False,
+        *,
+        is_training: bool,
     ) -> None:
         self._engine, self._request, self._running = engine, request, running
-        self._homes, self._goes_on = homes, goes_on
+        self._homes, self._goes_on, self._is_training = homes, goes_on, is_training
         self._started_at = time.perf_counter()
         self.seconds = 0.0
         self.left_over: EpisodesBySample = {}
@@ -314,6 +323,8 @@ class EpisodeGeneration:
         everything, n = gather_episodes(found, request, engine.world), request.sampling.n
         taken = complete_prompts(everything, request)[: request.num_prompts_needed]
         places = [prompt * n + sample for prompt in taken for sample in range(n)]
+        if self._is_training:
+            engine.add_up([found[place] for place in places if place in found])
         gone = [self._key(place) for place in places] if self._goes_on else list(self._homes)
         engine.run(running.end([key for key in gone if key in self._places]))
         for key in gone:
@@ -347,7 +358,8 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
         error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
         error = f"the agent of {describe(prompt)}: it asked the policy nothing"
-    said = EpisodeResult(reward, {**record.numbers, **result.numbers}, error)
+    numbers = {**record.numbers, **result.numbers}
+    said = EpisodeResult(reward, numbers, error, record.messages, result.use)
     if not record.leaves:
         nothing = EpisodeTokens(torch.empty(0), torch.empty(0))
         return replace(Episode.sampled(prompt, nothing, "stop", 0), result=said)

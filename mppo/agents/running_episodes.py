@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mppo.agents.turn_queue import Drawing
-from mppo.batch.episode import Episode
+from mppo.batch.episode import Episode, EpisodeUse
 from mppo.batch.prompt import Prompt
 
 EpisodeKey = tuple[int, int]
@@ -107,3 +107,23 @@ class RunningEpisodes:
             # one that has started again under this key has a task of its own
             if self._tasks.get(key) is asyncio.current_task():
                 del self._tasks[key]
+
+
+def use_metrics(uses: Sequence[EpisodeUse]) -> dict[str, float]:
+    """``conversation/agent_s/*`` and ``conversation/generation_s/*`` of episodes, and
+    ``conversation/prefix_hit_rate`` of all their requests, if the engine has a prefix cache."""
+    metrics: dict[str, float] = {}
+    found = {
+        "agent_s": [use.seconds - use.generation_s for use in uses],
+        "generation_s": [use.generation_s for use in uses],
+    }
+    for name, values in found.items():
+        if values:
+            mean = sum(values) / len(values)
+            for kind, value in (("mean", mean), ("max", max(values)), ("min", min(values))):
+                metrics[f"conversation/{name}/{kind}"] = value
+    known = [use for use in uses if use.cached_tokens is not None]
+    if context := sum(use.context_tokens for use in known):
+        cached = sum(use.cached_tokens or 0 for use in known)
+        metrics["conversation/prefix_hit_rate"] = cached / context
+    return metrics

@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from mppo.batch.episode import EpisodeUse
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.turns import EngineLost, Turn, TurnEngine, TurnRequest
 from mppo.supervision.phase import tick
@@ -36,6 +37,19 @@ class Drawing:
     seed: int
 
 
+@dataclass(eq=False)
+class _Session:
+    """A session: the number of its next random stream, and its requests that wait."""
+
+    uid: int
+    stream: int
+    drawing: Drawing
+    began_s: float
+    use: EpisodeUse = field(default_factory=EpisodeUse)
+    waiting: int = 0
+    waits_since_s: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     request: TurnRequest
@@ -58,7 +72,7 @@ class TurnQueue:
         self._calls = 0
         self._running = 0
         self._starts = False
-        self._streams: dict[str, tuple[int, int, Drawing]] = {}
+        self._sessions: dict[str, _Session] = {}
         self._opened_at, self._open_s = 0.0, 0.0
         self.is_lost = False
 
@@ -92,22 +106,36 @@ class TurnQueue:
 
     def name(self, session: str, uid: int, sample: int, drawing: Drawing) -> None:
         """Say which episode a session is."""
-        self._streams[session] = uid, sample, drawing
+        self._sessions[session] = _Session(uid, sample, drawing, self.open_seconds)
 
-    def forget(self, session: str) -> None:
-        """Forget a session that has ended."""
-        self._streams.pop(session, None)
+    def forget(self, session: str) -> EpisodeUse:
+        """Forget a session that has ended; return what it took."""
+        found = self._sessions.pop(session)
+        found.use.seconds = self.open_seconds - found.began_s
+        return found.use
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
         """See ``Generator``."""
-        uid, stream, drawing = self._streams[session]
-        self._streams[session] = uid, stream + _TURNS, drawing  # each turn has its own numbers
+        asks = self._sessions[session]
         ids = torch.tensor(token_ids, dtype=torch.int32)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        request = TurnRequest(ids, max_tokens, (uid, stream), session)
-        self._waiting.append(_Waiting(request, drawing, future))
+        request = TurnRequest(ids, max_tokens, (asks.uid, asks.stream), session)
+        asks.stream += _TURNS  # each turn has its own numbers
+        self._waiting.append(_Waiting(request, asks.drawing, future))
         self._start_soon()
-        return await future
+        if not asks.waiting:
+            asks.waits_since_s = self.open_seconds
+        asks.waiting += 1
+        try:
+            turn = await future
+        finally:
+            asks.waiting -= 1
+            if not asks.waiting:
+                asks.use.generation_s += self.open_seconds - asks.waits_since_s
+        asks.use.context_tokens += len(token_ids)
+        if turn.cached is not None:
+            asks.use.cached_tokens = (asks.use.cached_tokens or 0) + turn.cached
+        return turn
 
     def _start_soon(self) -> None:
         if not self._starts and self._engine is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,23 @@ Part = tuple[int, int]
 """Version of the weights that generated some tokens, and their number."""
 
 
+@dataclass
+class EpisodeUse:
+    """What the turns of an episode took, and the episode.
+
+    Attributes:
+        seconds: of the episode, in which its requests were answered.
+        generation_s: of these, those in which at least one request waited for its answer.
+        context_tokens: tokens before its turns, in all requests.
+        cached_tokens: of these, those in the engine's prefix cache; None: the engine has none.
+    """
+
+    seconds: float = 0.0
+    generation_s: float = 0.0
+    context_tokens: int = 0
+    cached_tokens: int | None = None
+
+
 @dataclass(frozen=True)
 class EpisodeResult:
     """What an agent says of a conversation that has ended.
@@ -33,11 +50,16 @@ class EpisodeResult:
         reward: the score; None: the reward function scores the conversation.
         numbers: further numbers by name, which are logged.
         error: why the agent failed; None: it did not.
+        messages: the conversation, for a reward model that reads it in its own chat template; of
+            several histories the last one.
+        use: what it took; None: not known.
     """
 
     reward: float | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    use: EpisodeUse | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)

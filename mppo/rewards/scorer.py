@@ -85,7 +85,7 @@ class Scorer:
             ValueError: a response could not be scored.
         """
         if self.reward_function is None:
-            return [ResponseScore(0.0) for _ in episodes]
+            return [_without_function(each.result, self.reward) for each in episodes]
         pairs = [(each.prompt, each.here.ids) for each in episodes]
         return self._score_ids(pairs, [each.result for each in episodes])
 
@@ -95,13 +95,13 @@ class Scorer:
         Raises:
             ScoringError: as ``score``.
         """
-        if self.reward_function is None or not episodes:
-            return [ResponseScore(0.0) for _ in episodes]
-        if not self.has_agent:
-            return score_divided(self._score_ids, episodes)
-        known = self._scores_of_conversations(episodes)
+        if not episodes:
+            return []
+        known = self._scores_of_conversations(episodes) if self.has_agent else {}
         late = [number for number in range(len(episodes)) if number not in known]
-        if late:  # the same on every rank
+        if late and self.reward_function is None:
+            known.update((number, ResponseScore(0.0)) for number in late)
+        elif late:  # the same on every rank
             scores = score_divided(self._score_ids, [episodes[number] for number in late])
             known.update(zip(late, scores, strict=True))
         return [known[number] for number in range(len(episodes))]
@@ -144,7 +144,12 @@ class Scorer:
         return [raw.with_outcome(self._shape(raw.outcome, each)) for raw, each in pairs]
 
     def _add(self, rule: ResponseScore, found: ModelScore, prompt: Prompt) -> ResponseScore:
-        """The weighted sum of both scores; both are among its numbers."""
+        """The weighted sum of both scores, which are among its numbers.
+
+        The score of a conversation whose agent failed stays: it is ``reward.on_error``.
+        """
+        if self.has_agent and rule.error is not None:
+            return replace(rule, numbers={**rule.numbers, "rm_score": found.raw})
         if not math.isfinite(found.raw):
             error = f"the reward model's score of {describe(prompt)} is {found.raw}, not finite"
             try:
@@ -232,6 +237,15 @@ def _by_agent(result: EpisodeResult | None, reward: RewardConfig) -> ResponseSco
         return without_score(FailedScore(result.error), reward.on_error)
     assert result.reward is not None
     return ResponseScore(result.reward)
+
+
+def _without_function(result: EpisodeResult | None, reward: RewardConfig) -> ResponseScore:
+    """What the sum with the reward model's score begins with; see ``_by_agent``."""
+    score = _by_agent(result, reward)
+    if result is None or score is None:
+        return ResponseScore(0.0, {} if result is None else result.numbers)
+    reported = {} if result.reward is None else {"agent_reward": result.reward}
+    return replace(score, numbers={**score.numbers, **result.numbers, **reported})
 
 
 def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:

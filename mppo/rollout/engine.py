@@ -202,3 +202,38 @@ class RolloutEngine(Protocol):
     def stop(self) -> None:
         """Stop every process that the engine started. Idempotent."""
         ...
+
+
+class EngineAround:
+    """What an engine around another one leaves to it; see ``RolloutEngine``.
+
+    Args:
+        engine: generates.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def turns(self) -> TurnEngine:
+        """See ``RolloutEngine.turns``."""
+        return self._engine.turns()
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """See ``RolloutEngine.update_weights``."""
+        self._engine.update_weights(buckets, version)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See ``RolloutEngine.logprobs``."""
+        return self._engine.logprobs(sequences)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """See ``RolloutEngine.sync_metrics``."""
+        return self._engine.sync_metrics()
+
+    def sleep(self) -> None:
+        """See ``RolloutEngine.sleep``."""
+        self._engine.sleep()
+
+    def stop(self) -> None:
+        """See ``RolloutEngine.stop``."""
+        self._engine.stop()

@@ -44,12 +44,14 @@ class Turn:
         finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
             update of its weights, and is asked for the rest.
         version: of the weights.
+        cached: tokens before the turn that lay in the engine's prefix cache; None: it has none.
     """
 
     ids: Tensor
     logprobs: Tensor
     finish_reason: str
     version: int
+    cached: int | None = None
 
 
 class EngineLost(RuntimeError):

@@ -468,11 +468,12 @@ def reward_metrics(
 
 
 def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """``conversation/turns/*`` of the policy, ``conversation/inserted_tokens/*`` of agents, and
-    ``conversation/sequences/*`` of episodes."""
+    """``conversation/turns/*`` and ``conversation/trained_tokens/*`` of the policy,
+    ``conversation/inserted_tokens/*`` of agents, and ``conversation/sequences/*`` of episodes."""
     parts = [each.sequences for each in episodes]
     counts = {
         "turns": [sum(each.turns for each in part) for part in parts],
+        "trained_tokens": [sum(each.length - each.inserted for each in part) for part in parts],
         "inserted_tokens": [sum(each.inserted for each in part) for part in parts],
         "sequences": [len(part) for part in parts],
     }

@@ -54,13 +54,18 @@ def test_the_policy_trains_on_what_it_said_to_a_program(tmp_path):
     assert len(rows) == 3
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert "val/turns/mean" in rows[-1]
+    for row in rows:
+        assert row["conversation/generation_s/min"] > 0
+        assert row["conversation/trained_tokens/mean"] >= row["conversation/turns/mean"]
     _same_probabilities(rows)
 
 
 @pytest.mark.distributed
 def test_sequences_of_an_episode_are_dumped_and_replayed(tmp_path, compacting):
-    rows = run_recipe(RECIPE, tmp_path / "run", *compacting, "trainer.dump_rollouts=true")
+    scored = [*compacting, "reward_model.path=builtin:tiny-reward", "reward.weight=0.5"]
+    rows = run_recipe(RECIPE, tmp_path / "run", *scored, "trainer.dump_rollouts=true")
     _same_probabilities(rows)
+    assert all("reward/arithmetic/rm_score/mean" in row for row in rows)
     assert all(row["conversation/sequences/max"] == 2 for row in rows)
     for folder in dumped_steps(tmp_path / "run").values():
         header = read_header_of(folder)
@@ -72,7 +77,7 @@ def test_sequences_of_an_episode_are_dumped_and_replayed(tmp_path, compacting):
             assert [v == NO_WEIGHTS for v, _ in first.parts] == [False, True, False]
         assert batch.episodes.last_E.tolist() == list(range(1, 16, 2))
     replayed = run_recipe(
-        RECIPE, tmp_path / "again", *compacting, f"trainer.replay={tmp_path / 'run'}",
+        RECIPE, tmp_path / "again", *scored, f"trainer.replay={tmp_path / 'run'}",
     )  # fmt: skip
     for name in ("actor/grad_norm", "critic/grad_norm", "critic/score/mean"):
         found, expected = ([row[name] for row in part] for part in (replayed, rows))
@@ -94,8 +99,13 @@ def test_evaluation_runs_the_program(tmp_path):
 def test_a_program_with_a_real_server(tmp_path, compacting):
     rows = run_recipe(
         RECIPE, tmp_path / "run", *compacting, "rollout.name=sglang",
+        "reward_model.path=builtin:tiny-reward",
         f"rollout.start_timeout_s={START_S}", "trainer.total_training_steps=2",
         "rollout.verify_sync=logprob", "data.max_response_length=112",  # all turns fit
     )  # fmt: skip
     _same_probabilities(rows)
     assert all(row["conversation/sequences/mean"] == 2 for row in rows)
+    for row in rows:  # the model's score alone; the agent's is only logged
+        assert row["critic/score/mean"] == row["reward/arithmetic/rm_score/mean"]
+        assert "reward/arithmetic/agent_reward/mean" in row
+        assert 0 <= row["conversation/prefix_hit_rate"] <= 1

@@ -120,7 +120,8 @@ def test_one_turn_is_what_the_engine_alone_generates():
     for own, other in zip(episodes, alone, strict=True):
         assert own.here.ids.tolist() == other.here.ids.tolist()
         assert own.finish_reason == other.finish_reason
-        assert own.result == EpisodeResult()
+        assert own.result == EpisodeResult(messages=own.result.messages)
+        assert [each["role"] for each in own.result.messages] == ["user", "assistant"]
 
 
 def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last_time():

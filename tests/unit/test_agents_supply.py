@@ -11,8 +11,9 @@ from agent_case import OPENING, PROMPTS, SAMPLING, local_engine
 
 from mppo.agents.build import build_agent
 from mppo.agents.episode_engine import EpisodeEngine
+from mppo.agents.running_episodes import use_metrics
 from mppo.agents.turn_queue import TurnQueue
-from mppo.batch.episode import NO_WEIGHTS, Episode
+from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeUse
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
 from mppo.rollout.answered import AnsweredPrompts
@@ -80,6 +81,10 @@ def test_a_batch_takes_what_is_complete_and_the_rest_goes_on_with_new_weights(st
     assert uids(taken) == [7, 7, 14, 14]
     assert sorted(early) == [2, 3, 4, 5]
     assert [versions(each) for each in taken] == [[3, 3]] * 4
+    metrics = engine.sync_metrics()
+    assert metrics["conversation/generation_s/min"] > 0
+    assert metrics["conversation/agent_s/min"] >= 0
+    assert "conversation/prefix_hit_rate" not in metrics
     new_weights(engine, 4)
     (tmp_path / "go").touch()
     left = replace(REQUEST, prompts=[PROMPTS[0], PROMPTS[3]])
@@ -89,6 +94,14 @@ def test_a_batch_takes_what_is_complete_and_the_rest_goes_on_with_new_weights(st
     assert [each.result.reward for each in found] == [0, 0, 3, 3]
     marks = [(tmp_path / name).read_text() for name in "0123"]
     assert marks == ["xx"] * 4, "each episode ran once"
+
+
+def test_seconds_of_agents_and_hits_of_the_prefix_cache():
+    found = use_metrics([EpisodeUse(3.0, 1.0, 10, 5), EpisodeUse(1.0, 0.5, 10, None)])
+    assert found["conversation/agent_s/mean"] == 1.25
+    assert found["conversation/generation_s/max"] == 1.0
+    assert found["conversation/prefix_hit_rate"] == 0.5
+    assert use_metrics([]) == {}
 
 
 def test_episodes_end_with_their_batch_unless_they_may_get_old(started, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodeResult, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
@@ -241,6 +241,58 @@ def test_a_score_of_the_model_that_is_not_finite_is_an_error(tokenizer):
 
     first, _ = scored(tokenizer, RewardConfig(on_error=0.0, weight=1.0), math.inf, 0.5, rule)
     assert (first.answer, first.right) == ("3", True)
+
+
+SAID = (
+    {"role": "user", "content": "7?"},
+    {"role": "assistant", "content": "8"},
+    {"role": "tool", "content": "less"},
+    {"role": "assistant", "content": "7"},
+)
+"""A conversation whose beginning is not the prompt."""
+
+
+def test_an_agents_conversation_is_rendered_from_its_messages(models, tokenizer):
+    folder = other_tokenizer(models, "for_agents", OTHER_TEMPLATE)
+    texts = texts_of(tokenizer, f"reward_model.tokenizer_path={folder}")
+    talk = replace(episode(tokenizer, "7"), result=EpisodeResult(messages=SAID))
+    (ids,) = tokens(texts, talk)
+    assert texts.own.decode(ids) == "[user] 7?\n[assistant] 8\n[tool] less\n[assistant] 7\n"
+    plain = replace(texts_of(tokenizer, "reward_model.apply_chat_template=false"))
+    (ids,) = tokens(replace(plain, same_tokens=False), talk)
+    assert "1+2=" in plain.own.decode(ids), "the sequence itself"
+
+
+def test_a_reward_model_scores_the_episodes_of_agents(tokenizer):
+    """The agent's reward is a part of the sum by ``reward.weight``; a failure has ``on_error``."""
+
+    def found(reward: RewardConfig, with_rule: bool = False):
+        talks = [
+            replace(episode(tokenizer, "three"), result=said)
+            for said in (
+                EpisodeResult(0.5),
+                EpisodeResult(None, {"n": 3.0}),
+                EpisodeResult(error="x"),
+            )
+        ]
+        rule = (lambda responses: [{"score": 4.0} for _ in responses]) if with_rule else None
+        scores = [ModelScore(0.5, 1.0)] * len(talks)
+        scorer = Scorer(rule, tokenizer, reward, model=lambda _: scores, has_agent=True)
+        early = EarlyScores(scorer)
+        early.take([0, 2], [talks[0], talks[2]])
+        expected = scorer.score(talks)
+        assert early.finish([0, 1, 2], talks) == expected
+        return expected
+
+    alone = found(RewardConfig(on_error=-1.0))
+    assert [each.score for each in alone] == [1.0, 1.0, -1.0]
+    assert alone[0].numbers == {"agent_reward": 0.5, "rm_score": 0.5}
+    assert alone[1].numbers == {"n": 3.0, "rm_score": 0.5}
+    assert alone[2].error == "x"
+    both_scores = found(RewardConfig(on_error=-1.0, weight=2.0), with_rule=True)
+    assert [each.score for each in both_scores] == [2.0, 9.0, -1.0]
+    with pytest.raises(ScoringError, match="x"):
+        found(RewardConfig())
 
 
 def test_without_a_weight_the_rule_is_not_even_built(tokenizer):

@@ -21,16 +21,6 @@ def answering_agents_take_all_turns_together(context: RuleContext) -> Iterator[C
             yield ConfigIssue(f"rollout.{key}", value, why, fix)
 
 
-@rule("rollout", "reward_model.path")
-def a_reward_model_scores_no_conversation(context: RuleContext) -> Iterator[ConfigIssue]:
-    """A reward model gets one answer of an assistant."""
-    path = context.recipe.reward_model.path
-    if context.recipe.rollout.agent is not None and path is not None:
-        why = "with rollout.agent: a reward model gets one answer of an assistant"
-        fix = "score conversations with reward.name, or return a reward from the agent"
-        yield ConfigIssue("reward_model.path", path, why, fix)
-
-
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "run": ("max_seconds", "max_concurrent", "tool_format", "arguments", "processes"),
     "command": ("max_seconds", "max_concurrent", "tool_format"),
@@ -72,10 +62,17 @@ def whitened_rewards_have_one_sequence(context: RuleContext) -> Iterator[ConfigI
 
 @rule("rollout.agent", "actor.router_replay")
 def conversations_have_no_engine_routing(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Experts that the engine chose are not collected over several turns."""
+    """Experts that the engine chose are not collected over several turns.
+
+    SGLang keeps them by slots of its prefix cache: a turn whose context lies in the cache gets the
+    choices of whichever request filled the slots, and not those by which the turn was computed.
+    """
     actor, agent = context.recipe.actor, context.recipe.rollout.agent
     if agent is not None and actor.router_replay == "R3":
-        why = "with rollout.agent: the engine's choices of experts are not collected over turns"
+        why = (
+            "with rollout.agent: a turn's context lies in the engine's prefix cache, and has the "
+            "experts of the request that filled it"
+        )
         yield ConfigIssue("actor.router_replay", "R3", why, "set it to R2 or disabled")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ _KEY = "reward_model.apply_chat_template"
 
 @dataclass(frozen=True)
 class RewardModelTexts:
-    """Prompt and response as tokens of the reward model.
+    """Prompt and response as tokens of the reward model; of an agent's episode its last sequence.
 
     With the same tokenizer and chat template as the actor's, they are the tokens that the actor
     read and wrote. Otherwise the response is decoded, and prompt and response are rendered and
@@ -90,12 +90,12 @@ class RewardModelTexts:
         )
         if self.chat_template:
             conversations = [
-                conversation(each.prompt, response) for each, response in zip(episodes, responses)
+                _messages(each, response) for each, response in zip(episodes, responses)
             ]
             texts = render_with(self.own, conversations, _KEY, add_generation_prompt=False)
             ids = self.own(texts, add_special_tokens=False)["input_ids"]
         else:
-            texts = [each.prompt.text + response for each, response in zip(episodes, responses)]
+            texts = [self._text(each, response) for each, response in zip(episodes, responses)]
             ids = self.own(texts, add_special_tokens=self.special_tokens)["input_ids"]
             ids = [self._ended(one, each) for one, each in zip(ids, episodes)]
         for one, each in zip(ids, episodes):
@@ -105,6 +105,13 @@ class RewardModelTexts:
                     "correct its chat template"
                 )
         return [torch.tensor(one) for one in ids]
+
+    def _text(self, episode: Episode, response: str) -> str:
+        """Prompt and response; an agent's last sequence may begin with more than the prompt."""
+        if episode.result is None:
+            return episode.prompt.text + response
+        before = episode.prompt.token_ids.tolist()
+        return str(self.actors.decode(before, skip_special_tokens=True)) + response
 
     def _ended(self, ids: list[int], episode: Episode) -> list[int]:
         """The tokens with the end-of-sequence token behind a response that ended by itself."""
@@ -155,6 +162,12 @@ def reward_model_texts(
         special_tokens=not data.apply_chat_template,
         max_length=section.max_length or max_positions(hf_config),
     )
+
+
+def _messages(episode: Episode, response: str) -> tuple[Mapping[str, Any], ...]:
+    """The messages of an agent's conversation, or of prompt and response."""
+    said = () if episode.result is None else episode.result.messages
+    return said or conversation(episode.prompt, response)
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -61,7 +61,7 @@ class Requests:
         """Wait for requests; return the results there are, by job index. Collective.
 
         Raises:
-            RuntimeError: on every rank, if a server refused a request.
+            RuntimeError: on every rank, if a request of some rank failed.
         """
         return self._result(requests, may_interrupt=False).results
 
@@ -84,7 +84,7 @@ class Requests:
             may_interrupt: a stop request may interrupt the step here.
 
         Raises:
-            RuntimeError: on every rank, if a server refused a request or no server was left.
+            RuntimeError: on every rank, if a request of some rank failed or no server was left.
             StepInterrupted: on every rank.
         """
         results: dict[int, Any] = {}
@@ -118,6 +118,8 @@ class Requests:
                 result = requests.wait() if may_interrupt else requests.join()
         except RequestRefused as caught:
             error = f"rank {self.rank}: {caught}"
+        except Exception as caught:  # raised below, or the other ranks would wait for this one
+            error = f"rank {self.rank}: {type(caught).__name__}: {caught}"
         wait_for_ranks(self.world)  # a generation may take longer than any time limit
         if may_interrupt:
             stop_request.sync()

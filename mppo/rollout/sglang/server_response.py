@@ -35,7 +35,8 @@ class ServerResponse:
 
     ``tokens`` int32 and ``logprobs`` float32 ``[L]``; a log-probability that is not finite is NaN.
     ``reason``: ``stop``, ``length`` or ``abort``. ``routed_experts``: int32 values, layer by layer
-    for each routed token; None if not requested.
+    for each routed token; None if not requested. ``cached``: tokens of the prompt that lay in the
+    server's prefix cache; None: it does not say.
     """
 
     tokens: Tensor
@@ -43,6 +44,7 @@ class ServerResponse:
     reason: str
     weight_version: str
     routed_experts: bytes | None = None
+    cached: int | None = None
 
     def with_final_reason(self, stop_tokens: Collection[int]) -> ServerResponse:
         """The response, with reason ``stop`` if it was aborted just after a stop token."""
@@ -119,6 +121,7 @@ def _read(answer: Any) -> ServerResponse:
             reason["type"],
             str(meta.get("weight_version", "")),
             base64.b64decode(experts, validate=True) if experts else None,
+            meta.get("cached_tokens"),
         )
     except (LookupError, TypeError, AttributeError) as error:
         why = f"not a response with tokens: {type(error).__name__} {quoted(str(error))}"

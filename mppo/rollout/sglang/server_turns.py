@@ -87,7 +87,8 @@ class ServerTurns:
         if fault := answer.fault(request.max_tokens, self._vocab_size):
             raise ServerLost(api.url, fault)
         answer = answer.with_final_reason(stops)
-        return Turn(answer.tokens, answer.logprobs, answer.reason, self._version)
+        found = answer.tokens, answer.logprobs, answer.reason
+        return Turn(*found, self._version, answer.cached)
 
 
 def _server_of(session: str, apis: Mapping[int, SGLangApi]) -> int:

@@ -29,8 +29,6 @@ AGENTS = [
      "rollout.mode=disaggregated rollout.sync=disk rollout.urls=[http://h:1] "
      "algorithm.rollout_correction.rollout_is=token rollout.max_staleness=1",
      "rollout.max_staleness", "take their turns together"),
-    ("conversations for a reward model", "rollout.agent.path=a:b "
-     "reward_model.path=builtin:tiny-reward", "reward_model.path", "one answer of an assistant"),
     ("tools in prompts without a template", "rollout.agent.path=a:b "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}] data.apply_chat_template=false",
      "rollout.agent.tools", "no prompt would name"),
@@ -38,7 +36,7 @@ AGENTS = [
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"},{\"path\":\"f:g\",\"name\":\"e\"}]",
      "rollout.agent.tools", "two tools have one name"),
     ("experts of an engine over turns", "rollout.agent.path=a:b model.path=builtin:tiny-moonlight "
-     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "not collected over"),
+     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "prefix cache"),
 ]  # fmt: skip
 
 CODE = [
