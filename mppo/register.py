@@ -145,7 +145,11 @@ verifier = Registry(
     ("response", "ground_truth", "extra"),
 )  # fmt: skip
 """See ``mppo.rewards.verifiers.Verifier``."""
-metric = Registry("metric", ("experience", "calibration", "scores", "mismatch"), ("data",))
+metric = Registry(
+    "metric",
+    ("experience", "calibration", "explained_by_age", "scores", "mismatch"),
+    ("data",),
+)
 """See ``mppo.trainer.metrics.Metric``."""
 
 REGISTRIES: tuple[Registry, ...] = (estimator, policy_loss, verifier, metric)

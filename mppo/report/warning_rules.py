@@ -28,6 +28,7 @@ ENTROPY_SHARE, ENTROPY_BELOW = 0.1, 0.1
 EQUAL_GROUPS = 0.8
 CUT_OFF = 0.9
 EXPLAINED, EXPLAINED_AFTER = 0.05, MOST_STEPS
+LAGGING = 0.1
 LOGPROB_GAP = 0.05
 STARVING = -0.98
 SLOW_RANK = 1.5
@@ -177,6 +178,43 @@ def critic_explains_nothing(rows: Rows) -> str | None:
     if explained is None or explained >= EXPLAINED:
         return None
     return f"the critic explains {explained:.1%} of the returns' variance"
+
+
+@_rule(
+    "trainer.critic_warmup, or a critic from trainer.stage: value_pretraining (critic.path; "
+    "docs/algorithms.md)"
+)
+def critic_was_not_pretrained(rows: Rows) -> str | None:
+    """The actor learns from the first steps on, from a critic that knows nothing yet."""
+    if len(rows) >= EXPLAINED_AFTER or any("actor/pg_loss" not in row for row in rows[:WINDOW]):
+        return None
+    explained = _mean(rows, "critic/vf_explained_var")
+    if explained is None or explained >= EXPLAINED or "critic/vf_loss" not in rows[-1]:
+        return None
+    return (
+        f"the actor learns already, but the critic explains {explained:.1%} of the returns' "
+        f"variance after {len(rows)} steps"
+    )
+
+
+@_rule("more critic.ppo_epochs, a higher critic.optim.lr, or a lower actor.optim.lr")
+def critic_lags(rows: Rows) -> str | None:
+    """Values lie on one side of the returns, which explained variance does not see."""
+    if len(rows) < EXPLAINED_AFTER or "critic/vf_loss" not in rows[-1]:
+        return None
+    means, ends = ("critic/returns/mean", "critic/values/mean"), ("max", "min")
+    gaps = [row.get(means[0], math.nan) - row.get(means[1], math.nan) for row in rows[-WINDOW:]]
+    high, low = (_mean(rows, f"critic/returns/{end}") for end in ends)
+    if high is None or low is None or high <= low or not all(map(math.isfinite, gaps)):
+        return None
+    side = "below" if gaps[-1] > 0 else "above"
+    gap = abs(sum(gaps)) / len(gaps)
+    if min(gaps) <= 0 <= max(gaps) or gap <= LAGGING * (high - low):
+        return None
+    return (
+        f"the critic's values were {side} the returns in each of the last {WINDOW} steps, by "
+        f"{gap:.3g} in the mean ({gap / (high - low):.0%} of the returns' range)"
+    )
 
 
 @_rule(

@@ -32,6 +32,7 @@ from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
+from mppo.trainer.critic.ages import BY_AGE, moments_by_age
 from mppo.trainer.critic.calibration import calibration_metrics
 from mppo.trainer.selection import informative_sequences
 
@@ -255,6 +256,27 @@ def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
     moments_H = sequence_moments(old.values_T, states_T, batch.cu_seqlens)
     of_values = merged_moments(gather_of(batch).sequences(moments_H))
     return calibration_metrics(old.values_T, experience.returns_T, states_T, batch, of_values)
+
+
+def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[str, float]:
+    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old in a step.
+
+    Only of a batch with tokens of several ages, and absent for an age whose returns are all equal.
+    Collective.
+
+    Args:
+        experience: of the sequences held.
+        step: the PPO step.
+        recipe: the recipe.
+    """
+    if not recipe.algorithm.uses_critic:
+        return {}
+    old, returns_T, bound = experience.old, experience.returns_T, recipe.rollout.max_staleness
+    states_T = value_states(old.batch, recipe.algorithm.gae_unit) * old.batch.response_mask_T
+    errors_T = returns_T - old.values_T
+    moments = moments_by_age(errors_T, returns_T, states_T, old.batch, step, bound)
+    explained = {age: explained_variance(*each) for age, each in moments.items()}
+    return {f"{BY_AGE}{age}": share for age, share in explained.items() if share is not None}
 
 
 def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
@@ -519,6 +541,7 @@ _OWN: dict[str, Metric] = {
         if data.recipe.algorithm.uses_critic
         else {}
     ),
+    "explained_by_age": lambda data: explained_by_age(data.experience, data.step, data.recipe),
     "scores": lambda data: score_metrics(data.scored, data.recipe),
     "mismatch": lambda data: mismatch_metrics(data.outputs, data.step),
 }

@@ -70,6 +70,17 @@ RESUMED = {
     ],
 }
 OTHER_LAYOUT = [*REMEMBERING, f"actor.{PP}"]
+SAO = [
+    "model.path=builtin:tiny",
+    "algorithm.preset=sao",
+    "algorithm.use_kl_in_reward=false",
+    "actor.ppo_mini_batch_size=8",
+    "trainer.critic_warmup=1",
+    "reward.name=function",
+    f"reward.function={reward_functions.__file__}:of_three",
+]
+SAO_OTHER_DP = [*SAO, f"actor.{TP}", f"critic.{TP}"]
+"""One data-parallel rank in place of two."""
 COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "objective/")
 
 
@@ -77,6 +88,7 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     from delayed_save import delay_copies_in_loop
 
     from mppo.config.load import load_recipe
+    from mppo.models.hybrid_adam import steps_taken
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run
@@ -86,8 +98,12 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
         run = build_run(load_recipe(None, overrides), info, stop)
         delay_copies_in_loop(run)  # without the wait for copies, a save is of the next step
         train(run)
+    roles = [getattr(run.roles, name) for name in run.roles.trained]
+    counts = {role.name: steps_taken(role.optimizer.parts) for role in roles}
+    (run_dir / f"adam_{info.rank}.json").write_text(json.dumps(counts))
     with run.roles.placement.sending_weights():
-        run.roles.actor.weights.save(run_dir / "actor")
+        for role in roles:
+            role.weights.save(run_dir / role.name)
         if run.roles.actor.weights.average is not None:
             run.roles.actor.weights.save_average(run_dir / "actor_ema")
     run.reporter.close()
@@ -99,6 +115,7 @@ def _half_done(run_dir: Path, copy: Path) -> None:
         shutil.copytree(run_dir, copy)
         shutil.rmtree(copy / "checkpoints/global_step_4")
         shutil.rmtree(copy / "actor")
+        shutil.rmtree(copy / "critic", ignore_errors=True)
     dist.barrier()
 
 
@@ -121,6 +138,9 @@ def _worker(rank: int, out: Path) -> None:
     _half_done(out / "dense", out / "other layout")
     other = [key.replace("{out}", str(out)) for key in OTHER_LAYOUT]
     _run(info, other, out / "other layout")
+    _run(info, SAO, out / "sao")
+    _half_done(out / "sao", out / "sao, other dp")
+    _run(info, SAO_OTHER_DP, out / "sao, other dp")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -207,3 +227,21 @@ def test_in_another_layout_the_weights_agree_to_a_millionth(runs):
     want, got = _weights(runs / "dense/actor"), _weights(runs / "other layout/actor")
     assert max((want[key] - got[key]).abs().max().item() for key in want) < 1e-6
     assert [line["step"] for line in _metrics(runs / "other layout")] == [1, 2, 3, 4]
+
+
+def test_sao_resumes_with_another_number_of_data_parallel_ranks(runs):
+    """The critic had two updates in each step, the actor one in each but the first."""
+    complete, resumed = runs / "sao", runs / "sao, other dp"
+    for folder, rank in ((complete, 0), (complete, 1), (resumed, 0), (resumed, 1)):
+        counts = json.loads((folder / f"adam_{rank}.json").read_text())
+        assert counts == {"actor": 3, "critic": 8}
+    for role in ("actor", "critic"):
+        want, got = _weights(complete / role), _weights(resumed / role)
+        assert max((want[key] - got[key]).abs().max().item() for key in want) < 1e-6
+    lines, again = _metrics(complete), _metrics(resumed)
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    for line, other in zip(lines[2:], again[2:]):
+        for key in ("critic/score/mean", "prompt_length/mean", "critic/lr", "actor/lr"):
+            assert other[key] == line[key], (line["step"], key)
+        for key in ("critic/grad_norm", "critic/values/mean", "actor/grad_norm"):
+            assert other[key] == pytest.approx(line[key], rel=1e-3), (line["step"], key)

@@ -17,6 +17,7 @@ from mppo.trainer.metrics import by_rank
 KL, ENTROPY, GAP = "objective/kl", "policy/entropy_avg", "training/rollout_logprob_diff_mean"
 GROUPS, CUT = "critic/score/equal_groups", "response_length/clip_ratio"
 EXPLAINED, STARVED = "critic/vf_explained_var", "actor/moe/layer_3/min_vio"
+VALUES = "critic/values/mean"
 RANK_2, SKIPPED, BEST = "perf/rank_probe_ms/2", "training/skipped_steps", "critic/score/max"
 LOG, SAVE = "timing_s/log_probs", "timing_s/save_checkpoint"
 PAGE = Path(__file__).parents[2] / "docs/report.md"
@@ -29,6 +30,8 @@ RAISED = [
     ("groups_are_equal", {GROUPS: 0.8}, {GROUPS: 0.81}, "81% of the prompts"),
     ("responses_are_cut_off", {CUT: 0.89}, {CUT: 0.91}, "91% of the responses"),
     ("critic_explains_nothing", {EXPLAINED: 0.051}, {EXPLAINED: 0.049}, "explains 4.9%"),
+    ("critic_lags", {VALUES: 0.401}, {VALUES: 0.39}, "below the returns in each of the last 5"),
+    ("critic_lags", {VALUES: 0.599}, {VALUES: 0.61}, "above the returns"),
     ("rollout_and_actor_disagree", {GAP: 0.049}, {GAP: 0.051}, "0.051 nats"),
     ("experts_starve", {STARVED: -0.979}, {STARVED: -0.981}, "in actor layer 3"),
     ("rank_is_slow", {RANK_2: 1.51}, {RANK_2: 1.54}, "rank 2 took at least 1.5 x the median"),
@@ -52,6 +55,15 @@ DOCUMENTED = {
     "critic_explains_nothing": [
         f"after {rules.EXPLAINED_AFTER} steps",
         f"below {rules.EXPLAINED:.0%}",
+    ],
+    "critic_was_not_pretrained": [
+        f"before {rules.EXPLAINED_AFTER} steps",
+        f"below {rules.EXPLAINED:.0%}",
+    ],
+    "critic_lags": [
+        f"after {rules.EXPLAINED_AFTER} steps",
+        f"{rules.WINDOW} steps",
+        f"over {rules.LAGGING:.0%}",
     ],
     "rollout_and_actor_disagree": [f"above {rules.LOGPROB_GAP:g} nats"],
     "experts_starve": [f"below {rules.STARVING:g}", f"less than {1 + rules.STARVING:.0%}"],
@@ -100,7 +112,29 @@ def test_a_slow_rank_of_512_is_named():
 
 
 def test_every_rule_has_a_history_that_raises_it():
-    assert {rule.name for rule in RULES} == {row[0] for row in RAISED}
+    early = {"critic_was_not_pretrained"}
+    assert {rule.name for rule in RULES} == {row[0] for row in RAISED} | early
+
+
+def test_an_actor_that_learns_from_a_new_critic_is_warned_of_until_the_critic_knows_something():
+    knows_nothing = HEALTHY | {EXPLAINED: 0.049, "actor/pg_loss": 0.1}
+    (found,) = current_warnings([knows_nothing] * 5)
+    assert found.name == "critic_was_not_pretrained"
+    assert "explains 4.9% of the returns' variance after 5 steps" in found.text
+    assert "value_pretraining" in found.advice
+    assert current_warnings([knows_nothing] * 5 + [knows_nothing | {EXPLAINED: 0.2}] * 5) == []
+    (later,) = current_warnings([knows_nothing] * 20)
+    assert later.name == "critic_explains_nothing"
+    alone = {name: x for name, x in knows_nothing.items() if name != "actor/pg_loss"}
+    assert current_warnings([alone] * 5 + [knows_nothing] * 5) == [], "it had steps of its own"
+    without = {name: x for name, x in knows_nothing.items() if name != "critic/vf_loss"}
+    assert current_warnings([without] * 5) == []
+
+
+def test_values_on_both_sides_of_the_returns_do_not_lag():
+    rows = steps({VALUES: 0.2})
+    rows[-3] = rows[-3] | {VALUES: 0.51}
+    assert current_warnings(rows) == []
 
 
 def test_the_page_lists_every_rule_with_its_threshold():

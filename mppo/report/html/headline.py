@@ -23,7 +23,7 @@ _TREND = 2.0
 _UNSTABLE = frozenset(
     {
         "kl_runs_away", "entropy_collapses", "rollout_and_actor_disagree", "steps_are_skipped",
-        "critic_explains_nothing", "experts_starve",
+        "critic_explains_nothing", "critic_lags", "experts_starve",
     }
 )  # fmt: skip
 """Warnings about stability."""

@@ -63,7 +63,9 @@ SPECS: tuple[PlotSpec, ...] = (
         ("policy", "actor/pg_clipfrac"), ("policy, lower", "actor/pg_clipfrac_lower"),
         ("value", "critic/vf_clipfrac"),
     )),
-    PlotSpec("Explained variance", "fraction", (("", "critic/vf_explained_var"),)),
+    PlotSpec("Explained variance", "fraction", (
+        ("", "critic/vf_explained_var"), ("age ", r"critic/vf_explained_var_by_age/(\d+)"),
+    )),
     PlotSpec("Mismatch of rollout and actor", "nats", (
         ("mean", f"{_MIS}_mean"), ("largest", f"{_MIS}_max"), ("KL", "rollout_corr/kl"),
     )),
