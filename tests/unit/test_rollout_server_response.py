@@ -118,6 +118,8 @@ FAULTY = {
     "an id of 70 bits": (_tokens([-1] * 2, [3, 1 << 70]), "not an integer"),
     "true as an id": (_tokens([-1] * 2, [1, True]), "not an integer"),
     "a fraction as an id": (_tokens([-1], [1.0]), "not an integer"),
+    "a number of cached tokens in words": (_set(cached_tokens="many"), "cached_tokens is many"),
+    "fewer than no cached tokens": (_set(cached_tokens=-1), "cached_tokens is -1"),
     "a text as log-probability": (_tokens(["-0.5"], [3]), "not a number"),
     "other ids than its log-probabilities": (_set(ids=[3, 5]), "output_ids differ"),
     "fewer ids than log-probabilities": (_set(ids=[3]), "1 tokens with 2 log-probabilities"),

@@ -115,13 +115,16 @@ def _read(answer: Any) -> ServerResponse:
             raise InputError(f"token ids from {min(ids)} to {max(ids)}")
         if set(map(type, logprobs)) - {float, int, NoneType}:
             raise InputError("a log-probability is not a number")
+        cached = meta.get("cached_tokens")
+        if cached is not None and (type(cached) is not int or cached < 0):
+            raise InputError(f"cached_tokens is {quoted(str(cached))}")
         return ServerResponse(
             torch.from_numpy(np.array(ids, dtype=np.int32)),
             torch.from_numpy(np.array(logprobs, dtype=np.float64)).float(),
             reason["type"],
             str(meta.get("weight_version", "")),
             base64.b64decode(experts, validate=True) if experts else None,
-            meta.get("cached_tokens"),
+            cached,
         )
     except (LookupError, TypeError, AttributeError) as error:
         why = f"not a response with tokens: {type(error).__name__} {quoted(str(error))}"
