@@ -83,14 +83,6 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(command, says, prog
     assert told.out == ""
 
 
-@pytest.mark.parametrize("program", ["mppo-train", "mppo-plan", "mppo-inspect", "mppo-migrate"])
-def test_help_needs_nothing_heavy(program, programs, tmp_path):
-    (tmp_path / "out").mkdir()
-    told = programs.run(program, ["--help"], tmp_path, tmp_path / "out")
-    assert told.code == 0, told.err
-    assert f"usage: {program}" in told.out
-
-
 def test_the_tables_hold_sixty_mistakes():
     recipes = (
         settings.SETTINGS, settings.DOCUMENTS, layouts.LAYOUTS, runs.AGENTS, runs.CODE,
