@@ -54,6 +54,7 @@ from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard, start_guarded
 from mppo.trainer.failures import report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
+from mppo.trainer.validation.opponent import Opponent, read_opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
@@ -100,14 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return exit_report.refuse_recipe(error)
     try:
+        opponent = read_opponent(arguments.judge, arguments.judge_model, arguments.against)
         recipe = _load(arguments, info)
         guard.set_limit(recipe.trainer.heartbeat_timeout_s)
         evaluation = prepare_evaluation(recipe, info)
+        if opponent is not None:
+            opponent.check(evaluation.prompts, recipe.rollout.validation.n)
         _make_folders(arguments)
     except InputError as error:
         return exit_report.refuse_recipe(error, info.rank)
     try:
-        _run(evaluation, info, guard, arguments)
+        _run(evaluation, info, guard, arguments, opponent)
     except ConfigError as error:
         return exit_report.refuse_recipe(error, info.rank)
     except AlreadyReported as reported:
@@ -125,6 +129,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help=out)
     samples = "file (JSONL) for every response with its prompt, ground truth, answer and score"
     parser.add_argument("--samples", type=Path, help=samples)
+    judge = "URL of a judge (.../v1/chat/completions) that compares every response with another"
+    parser.add_argument("--judge", metavar="URL", help=judge)
+    parser.add_argument("--judge-model", metavar="NAME", help="the judge's name on that server")
+    against = "--samples of another model, to compare with; default: the ground truths"
+    parser.add_argument("--against", type=Path, help=against)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -234,7 +243,11 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
 
 
 def _run(
-    evaluation: Evaluation, info: LaunchInfo, guard: RankGuard, arguments: argparse.Namespace
+    evaluation: Evaluation,
+    info: LaunchInfo,
+    guard: RankGuard,
+    arguments: argparse.Namespace,
+    opponent: Opponent | None,
 ) -> None:
     """Evaluate under supervision, and print and write the results. Collective.
 
@@ -254,7 +267,10 @@ def _run(
         Heartbeat(*watch, deadline, on_failure).running(),
     ):
         guard.met()
-        metrics, lines = evaluate(evaluation, info, arguments.samples is not None)
+        with_samples = arguments.samples is not None or opponent is not None
+        metrics, lines = evaluate(evaluation, info, with_samples)
+        if opponent is not None:
+            metrics |= on_first_rank(partial(_judged, opponent, lines))
         if info.rank:
             return
         if arguments.samples is not None:
@@ -269,6 +285,14 @@ def _run(
         print(text)
         if arguments.out is not None:
             write_lines(arguments.out, [f"{text}\n"])
+
+
+def _judged(opponent: Opponent, lines: Sequence[str]) -> dict[str, float]:
+    """The judge's metrics, after a line about them for the user."""
+    with phase("judge"):
+        judgements = opponent.judge(lines)
+    exit_report.say(judgements.line())
+    return judgements.metrics()
 
 
 def evaluate(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import reward_functions
 from launched_run import LaunchedRun
+from length_judge import length_judge
 
 from mppo.evaluate import main
 
@@ -114,3 +115,22 @@ def test_all_rows_of_validation_files_are_used_and_counted_by_source(tmp_path, c
     assert "there are no validation prompts" in capfd.readouterr().err
     assert main(["--config", str(recipe), "--out", str(recipe / "scores.json")]) == 2
     assert "its folder cannot be made (File exists)" in capfd.readouterr().err
+
+
+def test_a_judge_compares_the_responses_with_the_ground_truths(tmp_path):
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    arguments = [
+        "--config", str(empty), "data.task=reverse", "data.val_size=3",
+        "data.max_response_length=4", "--judge-model", "length",
+    ]  # fmt: skip
+    with length_judge() as url:
+        run = LaunchedRun(
+            tmp_path, program="mppo.evaluate", argv=[*arguments, "--judge", url], world=1
+        )
+        assert run.codes() == [0], run.texts()
+    scores = json.loads(run.text(0).splitlines()[-1])
+    pairs = [scores[f"judge/{name}"] for name in ("wins", "ties", "losses")]
+    assert (sum(pairs), scores["judge/failures"]) == (3, 0)
+    assert scores["judge/win_rate"] == pytest.approx((pairs[0] + pairs[1] / 2) / 3)
+    assert "judge: win rate" in run.text(0)

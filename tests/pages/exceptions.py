@@ -33,6 +33,8 @@ NOT_RUN: dict[str, str] = {
     r"^srun --container-image": "an option of pyxis; test_slurm_scripts.py shows these lines",
     r"^export MPPO_ROLLOUT_API_KEY": "a server of SGLang; test_serve_actor.py runs these lines",
     r"^# my_program\.py": "runs an episode; test_agents_programs.py runs it",
+    r"^mppo-evaluate .*--samples sft": "needs two models and a judge; test_evaluate.py and "
+    "test_validation_judge.py have one",
     r"AutoModelForSequenceClassification as M": "reads the weights of a published model",
 }
 """A pattern of a block's text, and the reason that it does not run (or where it runs)."""

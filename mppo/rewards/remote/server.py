@@ -47,17 +47,22 @@ class RewardServer:
         timeout_s: time limit for one request in seconds, from connecting to the last byte.
         api_key_env: environment variable whose value is sent as ``Authorization: Bearer``. The
             recipe never holds the key itself.
+        url_key, env_key, timeout_key: names of the settings, for messages; no ``timeout_key``: the
+            limit is no setting.
     """
 
     url: str
     timeout_s: float = 60.0
     api_key_env: str | None = None
+    url_key: str = "reward.url"
+    env_key: str = "reward.kwargs.api_key_env"
+    timeout_key: str | None = "reward.timeout_s"
 
     def __post_init__(self) -> None:
         problem = url_problem(self.url)
         if problem:
-            fix = "write http://host:port/path; a key goes into reward.kwargs.api_key_env"
-            raise ConfigError([ConfigIssue("reward.url", self.url, problem, fix)])
+            fix = f"write http://host:port/path; a key goes into {self.env_key}"
+            raise ConfigError([ConfigIssue(self.url_key, self.url, problem, fix)])
         if self.api_key_env is not None:
             self._check_key(self.api_key_env)
 
@@ -69,7 +74,7 @@ class RewardServer:
             why = "its value holds line breaks or other characters that no HTTP header can hold"
             fix = "set it to the key alone"
         if why:
-            raise ConfigError([ConfigIssue("reward.kwargs.api_key_env", variable, why, fix)])
+            raise ConfigError([ConfigIssue(self.env_key, variable, why, fix)])
         remember(key)
 
     @property
@@ -110,8 +115,8 @@ class RewardServer:
             raise ServerFailure(
                 f"the server answered {message}, a redirect to "
                 f"{self.quote(answer.location) or 'no address'}; redirects are not followed, "
-                "because the responses and the key would go to another address: set reward.url to "
-                "the final address",
+                "because the responses and the key would go to another address: set "
+                f"{self.url_key} to the final address",
                 retry=False,
             )
         retry = status in _TEMPORARY or status >= 500
@@ -120,7 +125,8 @@ class RewardServer:
     def _reason(self, error: Exception) -> str:
         cause = error.reason if isinstance(error, URLError) else error
         if isinstance(cause, TimeoutError):
-            return f"timed out: no complete answer within {self.timeout_s:g} s (reward.timeout_s)"
+            setting = f" ({self.timeout_key})" if self.timeout_key else ""
+            return f"timed out: no complete answer within {self.timeout_s:g} s{setting}"
         return f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(cause)
 
     @property
