@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
-from checkpoints_convert.job import Ranks
 from mppo.config.errors import printable
+from mppo.parallel.launch import discover, quiet_libraries
 from mppo.safety.redact import redacted_output
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from checkpoints_convert.job import Ranks
+
+DTYPES = ("bfloat16", "float16", "float32")
 BARRIER_TIMEOUT_S = 24 * 3600.0
 
 
@@ -40,8 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     os.environ.setdefault("MPPO_DEVICE", "cpu")
-    warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
-    from mppo.parallel.launch import discover
+    quiet_libraries()
+    import torch  # here: --help does not need it
+
+    from checkpoints_convert.job import Ranks
     from mppo.parallel.process_group import process_group
     from mppo.supervision.rank_guard import RankGuard
 
@@ -60,8 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    command = arguments.command
-    dtype = DTYPES.get(getattr(arguments, "dtype", None) or "")
+    import torch
+
+    from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
+
+    command, dtype_name = arguments.command, getattr(arguments, "dtype", None)
+    dtype = None if dtype_name is None else getattr(torch, dtype_name)
     status = 0
     if command == "hf-to-megatron":
         report = hf_to_megatron(
@@ -99,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--megatron", type=Path, required=True, help="Megatron checkpoint")
     for command in (to_megatron, to_hf):
         command.add_argument(
-            "--dtype", choices=sorted(DTYPES), help="cast weights to this (default: do not cast)"
+            "--dtype", choices=DTYPES, help="cast weights to this (default: do not cast)"
         )
     to_megatron.add_argument(
         "--keep-extra", action="store_true",

@@ -15,9 +15,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
 from mppo.safety.input_error import InputError
 from mppo.safety.temporary import unfinished_folder
 
@@ -59,6 +56,9 @@ def prepare(out_dir: str | Path) -> Path:
     if out_dir.exists() and any(out_dir.iterdir()):
         raise InputError(f"{out_dir}: is not empty; name a new folder")
     gguf_file = find_gguf()
+    import torch  # here: --help does not need them
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(**source)

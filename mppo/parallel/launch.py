@@ -11,6 +11,8 @@ import argparse
 import os
 import re
 import subprocess
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +59,13 @@ class LaunchInfo:
                 f"{self.how} gave rank {self.rank} (local {self.local_rank}) of "
                 f"{self.world_size}: start every process through one launcher"
             )
+
+
+def quiet_libraries() -> None:
+    """Hide warnings of libraries on optional packages and deprecated calls: a user cannot act on
+    them. Call it before the libraries are imported."""
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
 
 
 def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:

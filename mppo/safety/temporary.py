@@ -139,10 +139,21 @@ def _remove(folder: Path) -> None:
             continue
         with suppress(OSError):  # removed already, or of another user
             if stat.S_ISDIR(path.lstat().st_mode):
-                shutil.rmtree(path)
+                if not _is_served(path):
+                    shutil.rmtree(path)
             else:
                 path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_served(folder: Path) -> bool:
+    """Whether a process listens on a socket in a folder.
+
+    Torch's manager of shared memory does, outlives its last client for a moment, and then removes
+    the folder itself; it aborts with a message on the terminal if its socket has gone.
+    """
+    sockets = Path("/proc/net/unix")
+    return sockets.is_file() and f" {folder}/" in sockets.read_text(errors="replace")
 
 
 @cache

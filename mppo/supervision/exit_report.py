@@ -1,7 +1,8 @@
 """Reports why a rank ends: to the user, and to torchrun for its own report.
 
 torchrun ends with a report of some forty lines on the ranks that failed. The report includes what a
-rank has written to the file that TORCHELASTIC_ERROR_FILE names, so its last lines give the reason.
+rank has written to the file that TORCHELASTIC_ERROR_FILE names, so its last lines give the reason;
+of a user's fault, which has been told, there is no report (``torchrun_report.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from mppo.config.errors import printable
 from mppo.safety.redact import redact_text
+from mppo.supervision.torchrun_report import TOLD
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -58,7 +60,7 @@ def write_reason(reason: str) -> None:
     if not name:
         return
     reason = redact_text(reason)
-    extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+    extra = {"py_callstack": reason, "timestamp": str(int(time.time())), TOLD: True}
     content = {"message": {"message": reason, "extraInfo": extra}}
     try:
         with Path(name).open("x") as file:

@@ -23,13 +23,12 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes
+from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes, quiet_libraries
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision.health import AwakeClock
 
@@ -125,9 +124,7 @@ def start_guarded() -> tuple[LaunchInfo, RankGuard]:
     Raises:
         ValueError: the launcher's variables are wrong.
     """
-    if not sys.warnoptions:
-        # about optional packages and deprecated calls: a user cannot act on them
-        warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
+    quiet_libraries()
     info = discover()
     return info, RankGuard(info)
 

@@ -18,10 +18,11 @@ import traceback
 from pathlib import Path
 
 IMPORTED = (
-    "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.engine", "mppo.evaluate",
-    "mppo.serve", "mppo.preflight", "mppo.replay", "mppo.rewards.rules",
-    "checkpoints_convert.__main__", "safetensors.torch", "mppo.dumps.inspection",
-    "mppo.report.html.program",
+    "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.engine",
+    "mppo.trainer.validation.evaluation", "mppo.rollout.served_model", "mppo.preflight",
+    "mppo.trainer.update.case_replay", "mppo.rewards.rules", "checkpoints_convert.commands",
+    "safetensors.torch", "mppo.dumps.inspection",
+    "mppo.report.html.page",
 )  # fmt: skip
 """What rows import; importing it in every forked process would take longer than most rows."""
 TRACEBACK = 86

@@ -1,5 +1,5 @@
-"""A user's error gives one message: no traceback, exit code 2, and torchrun's report
-repeats it in its last lines."""
+"""A user's error gives one message: no traceback, exit code 2, and if torchrun reports on it, its
+last lines repeat it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launched_run import ROOT, TRAIN, torchrun
+from installed_plugins import installed
+from launched_run import TRAIN, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mppo.evaluate import main as evaluate
@@ -87,11 +88,12 @@ def test_a_rendezvous_port_in_use_is_reported(tmp_path, capfd, monkeypatch):
     assert "Traceback" not in shown
 
 
-def test_torchruns_last_lines_give_the_reason(tmp_path):
+def test_torchruns_last_lines_give_the_reason_where_mppo_is_not_installed(tmp_path):
+    path = installed(tmp_path / "installed", with_plugins=False)
     result = subprocess.run(
         [*torchrun(), TRAIN, *TINY, "actor.ppo_mini_batch=3"],
         capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     fault = "did you mean actor.ppo_mini_batch_size?"
     report = result.stderr.partition("Root Cause (first observed failure):")[2]

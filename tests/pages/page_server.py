@@ -21,7 +21,12 @@ from pathlib import Path
 PATIENCE_S = 300
 """Seconds after which a command is killed."""
 IMPORTED = {
-    "cpu": ("rank_imports", "mppo.evaluate", "checkpoints_convert.__main__", "pages.programs"),
+    "cpu": (
+        "rank_imports",
+        "mppo.trainer.validation.evaluation",
+        "checkpoints_convert.commands",
+        "pages.programs",
+    ),
     "simulating": ("mppo_simulate.run", "pages.programs"),  # without stand-ins for the CPU
 }
 TRACEBACK = 86

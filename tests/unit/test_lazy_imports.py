@@ -1,9 +1,10 @@
-"""Help and errors of a recipe are printed before any heavy import."""
+"""Help of every program, and errors of a recipe, are printed before any heavy import."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "transformers", "sglang", "numpy", "rich")
 PROGRAM = f"""
-import json, sys
-sys.argv = ["mppo-train", *json.loads(sys.argv[1])]
-from mppo.train import main
+import importlib, json, sys
+module, arguments = json.loads(sys.argv[1])
+sys.argv = ["program", *arguments]
 try:
-    code = main()
+    code = importlib.import_module(module).main()
 except SystemExit as end:
     code = end.code
 print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
@@ -38,12 +39,44 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code"), CALLS, ids=[" ".join(call) for call, _ in CALLS])
-def test_nothing_heavy_is_imported_to_tell_it(arguments, code, tmp_path):
+EXTRAS = ("migrate", "reward_server", "simulate")
+PATH = os.pathsep.join(map(str, (ROOT, *(ROOT / "extras" / name for name in EXTRAS))))
+
+
+def told(module: str, arguments: list[str], folder: Path) -> tuple[int, list[str]]:
+    """Exit code of a program, and the heavy packages that it has imported."""
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", PROGRAM, json.dumps([module, arguments])],
+        capture_output=True, text=True, timeout=300, cwd=folder,
+        env={**os.environ, "PYTHONPATH": PATH},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == [code, []]
+    code, imported = json.loads(result.stdout.splitlines()[-1])
+    return code, imported
+
+
+@pytest.mark.parametrize(("arguments", "code"), CALLS, ids=[" ".join(call) for call, _ in CALLS])
+def test_nothing_heavy_is_imported_to_tell_it(arguments, code, tmp_path):
+    assert told("mppo.train", arguments, tmp_path) == (code, [])
+
+
+def programs() -> list[str]:
+    """The module of every program: those that an installation starts by name, and the others."""
+    files = [ROOT / "pyproject.toml", *(ROOT / "extras").glob("*/pyproject.toml")]
+    named = re.findall(
+        r'^mppo-[\w-]+ = "([\w.]+):main"$', "".join(map(Path.read_text, files)), re.M
+    )
+    others = ("mppo.serve", "mppo.preflight", "mppo.data.__main__", "mppo.hub.smollm2")
+    return sorted({*named, *others})
+
+
+@pytest.mark.parametrize("module", programs())
+def test_help_imports_neither_torch_nor_a_library_on_it(module, tmp_path):
+    code, imported = told(module, ["--help"], tmp_path)
+    assert code == 0
+    assert not {"torch", "megatron", "transformers", "sglang"} & set(imported)
+
+
+def test_every_program_is_asked_for_its_help():
+    assert {"mppo.evaluate", "mppo.replay", "mppo_simulate.__main__"} <= set(programs())
+    assert len(programs()) >= 14

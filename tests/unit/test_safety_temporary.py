@@ -50,6 +50,7 @@ def begin(program: str, place: Path, *arguments: object) -> subprocess.Popen[str
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(place), "OMP_NUM_THREADS": "1"},
     )
@@ -89,7 +90,9 @@ def test_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path, share
 
 def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path, shared):
     process = begin(MAKES, tmp_path, shared)
-    assert process.wait() == 0
+    said = process.communicate()[1]  # to the end of torch's manager of shared memory, too
+    assert process.returncode == 0
+    assert "terminate called" not in said
     assert [path for path in tmp_path.iterdir() if path.name.startswith("mppo")] == []
     assert not shared.exists()
     assert torch_segments(process.pid) == []

@@ -10,8 +10,9 @@ import transformers
 
 from mppo.config.errors import ConfigError
 from mppo.hub.builtin import resolve_model
+from mppo.rollout.served_model import server_start
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
-from mppo.serve import main, server_start
+from mppo.serve import main
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

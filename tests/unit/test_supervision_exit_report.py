@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from types import SimpleNamespace
 
+import pytest
+
+from mppo.supervision import torchrun_report
 from mppo.supervision.exit_report import VARIABLE, refuse_recipe, write_reason
 
 
@@ -26,3 +32,55 @@ def test_without_torchrun_or_a_place_for_it_nothing_is_left(tmp_path, monkeypatc
     assert refuse_recipe(ValueError("gone")) == 2
     assert capsys.readouterr().err == "mppo: gone\n"
     assert list(tmp_path.iterdir()) == []
+
+
+class ChildFailedError(Exception):
+    """torchrun's error, with the failures of its ranks."""
+
+    def __init__(self, *failures: SimpleNamespace) -> None:
+        super().__init__("failed")
+        self.failures = dict(enumerate(failures))
+
+
+def failure(code: int, timestamp: int, extra: dict | None) -> SimpleNamespace:
+    message = "Signal 15" if extra is None else {"message": "gone", "extraInfo": extra}
+    return SimpleNamespace(exitcode=code, timestamp=timestamp, message=message)
+
+
+TOLD = {torchrun_report.TOLD: True}
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ChildFailedError(failure(-15, 8, None), failure(2, 7, TOLD)), True),
+        (ChildFailedError(failure(-9, 6, None), failure(2, 7, TOLD)), False),
+        (ChildFailedError(failure(1, 7, TOLD)), False),
+        (ChildFailedError(failure(2, 7, {})), False),
+        (ChildFailedError(), False),
+        (ValueError("gone"), False),
+    ],
+)
+def test_torchruns_report_is_left_out_only_for_a_users_fault_that_was_told(
+    error, told, monkeypatch
+):
+    """The first failure decides; torchrun's own lines on it come with the report or not at all."""
+    shown: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: shown.append(record.getMessage()))
+    log, errors = map(logging.getLogger, torchrun_report.LOGGERS)
+    for logger in (log, errors):
+        monkeypatch.setattr(logger, "filters", [])
+        monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append("report"))
+    with pytest.raises(RuntimeError, match="no rendezvous backend"):
+        torchrun_report.install()(None)
+    log.warning("Unable to shutdown")
+    log.warning("Sending process %s closing signal %s", 3, "SIGTERM")
+    log.error("failed (exitcode: %s)", 2)
+    errors.error("no error file defined for parent")
+    assert shown == ["Unable to shutdown"]
+    sys.excepthook(type(error), error, None)
+    lines = ["Sending process 3 closing signal SIGTERM", "failed (exitcode: 2)"]
+    lines += ["no error file defined for parent", "report"]
+    assert shown[1:] == ([] if told else lines)

@@ -24,13 +24,10 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import PROGRAM_ROUTES
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.variables import unknown_variables
-from mppo.parallel import device
-from mppo.rewards.scorer import build_reward_function
+from mppo.parallel.launch import quiet_libraries
 from mppo.safety.bounded_http import is_loopback
 from mppo.safety.redact import redacted_output
 from mppo_reward_server.json_server import JsonServer, Route
-from mppo_reward_server.routes import function_routes, model_routes
-from mppo_reward_server.sequence_classifier import load_sequence_classifier
 
 PROGRAM = "mppo-serve-reward"
 KEY_VARIABLE = "MPPO_REWARD_API_KEY"
@@ -109,8 +106,16 @@ def _check_key(host: str) -> str:
 def _routes(arguments: argparse.Namespace) -> Mapping[str, Route]:
     if arguments.sandbox:
         return PROGRAM_ROUTES.load("--sandbox", True, PROGRAM)()
+    quiet_libraries()
+    from mppo_reward_server.routes import function_routes, model_routes  # here: they import torch
+
     if arguments.function:
+        from mppo.rewards.scorer import build_reward_function
+
         return function_routes(build_reward_function(_function_section(arguments)))
+    from mppo.parallel import device
+    from mppo_reward_server.sequence_classifier import load_sequence_classifier
+
     device.check()
     return model_routes(
         load_sequence_classifier(

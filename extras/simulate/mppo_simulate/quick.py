@@ -21,6 +21,7 @@ from mppo.config.sections.role_config import RoleConfig
 from mppo.planning.memory import role_stage_layers
 from mppo.weights.shape import model_shape
 from mppo_simulate.case import RankCase
+from mppo_simulate.gpu.counters import Collective
 from mppo_simulate.rank import PhaseResult, RankResult
 
 K = TypeVar("K")
@@ -242,7 +243,8 @@ def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> 
     """Scale the counts of a run with fewer sequences to a step of the recipe.
 
     A count that is a multiple of the number of micro-batches is scaled with that number. Other
-    counts are per mini-batch in updates, and per step elsewhere.
+    counts are per mini-batch in updates, and per step elsewhere; so are Megatron's exchanges of
+    gradients and parameters, of which any number of buckets may be such a multiple.
     """
     mini_batches = -(-recipe.data.train_batch_size // recipe.actor.ppo_mini_batch_size)
     share = recipe.data.train_batch_size / reduced.data.train_batch_size
@@ -250,10 +252,17 @@ def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> 
     for phase in result.phases:
         count = phase.micro_batches
 
-        def scale(counts: Counter[K], per_mini: int, count: float = count) -> Counter[K]:
+        def is_per_micro(key: object, number: int, count: float = count) -> bool:
+            return bool(count) and number % count == 0 and not _is_of_buckets(key)
+
+        def scale(
+            counts: Counter[K],
+            per_mini: int,
+            is_per_micro: Callable[[object, int], bool] = is_per_micro,
+        ) -> Counter[K]:
             return Counter(
                 {
-                    key: round(number * (share if count and number % count == 0 else per_mini))
+                    key: round(number * (share if is_per_micro(key, number) else per_mini))
                     for key, number in counts.items()
                 }
             )
@@ -274,3 +283,8 @@ def scale_micro_batches(result: RankResult, recipe: Recipe, reduced: Recipe) -> 
             )
         )
     return replace(result, phases=phases)
+
+
+def _is_of_buckets(key: object) -> bool:
+    """Whether a count is of collectives over Megatron's buckets of gradients or parameters."""
+    return isinstance(key, Collective) and key.operation.endswith("_coalesced")

@@ -14,18 +14,26 @@ import pytest
 import torch
 from mppo_simulate.__main__ import main
 from mppo_simulate.case import RankCase
-from mppo_simulate.gpu.counters import Wait
+from mppo_simulate.gpu.counters import Collective, Wait
 from mppo_simulate.gpu.ledger import Allocation, Ledger
 from mppo_simulate.gpu.te_stand_in import VERSION
 from mppo_simulate.inputs import longest_batch
 from mppo_simulate.moments import simulated_moments
 from mppo_simulate.program import simulate_stages
-from mppo_simulate.quick import Depths, chunk_depths, extrapolated, reduced_batch, with_layers
+from mppo_simulate.quick import (
+    Depths,
+    chunk_depths,
+    extrapolated,
+    reduced_batch,
+    scale_micro_batches,
+    with_layers,
+)
 from mppo_simulate.rank import PhaseResult, RankResult
 from mppo_simulate.timeline import write_memory_trace
 
 from mppo.config.checks import load_checked
 from mppo.config.gpu_types import GIB, GPU_TYPES, find_gpu
+from mppo.config.load import load_recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.outside import ENGINE_GRAPHS, colocated_engine
 from mppo.planning.verdict import Verdict, judge
@@ -98,6 +106,23 @@ def test_a_line_through_two_depths_gives_the_third():
     assert found.phases[0].peak == 13 * GIB
     assert found.phases[0].operations == 10 * 9
     assert found.phases[0].waits == {Wait("a.py:1", "item"): 4 * 9}
+
+
+def test_exchanges_of_gradients_are_counted_once_for_a_mini_batch():
+    """As many buckets as micro-batches, or a multiple, look like one exchange for each of them."""
+    message = Collective("send", "pipeline", 2)
+    buckets = Collective("reduce_scatter_tensor_coalesced", "data parallel", 4)
+    result = result_of(5 * GIB, 3 * GIB)
+    result.phases[0].calls = Counter({message: 8, buckets: 8})
+    result.phases[0].nbytes = Counter({message: 800, buckets: 8 * GIB})
+    full, reduced = (
+        load_recipe(None, [f"data.train_batch_size={size}", "actor.ppo_mini_batch_size=32"])
+        for size in (64, 8)
+    )
+    (found,) = scale_micro_batches(result, full, reduced).phases
+    assert found.calls == {message: 64, buckets: 16}
+    assert found.nbytes == {message: 6400, buckets: 16 * GIB}
+    assert found.waits == {Wait("a.py:1", "item"): 32}
 
 
 def test_phases_may_begin_in_another_order_at_another_depth():

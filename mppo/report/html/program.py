@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mppo.report.files import METRICS, PAGE, RECIPE
-from mppo.report.html.page import page_data, page_text
-from mppo.report.html.serve import ReportServer
 from mppo.report.status import FILE as STATUS
 from mppo.safety.disk import replace_text
 from mppo.safety.input_error import InputError
@@ -36,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in chosen.runs:
         if not any((folder / name).is_file() for name in (METRICS, RECIPE, STATUS)):
             parser.error(f"{folder} is not a run folder: it has no {METRICS} and no {RECIPE}")
+    from mppo.report.html.page import page_data, page_text  # here: it imports torch
+
     try:
         if chosen.serve:
             return _serve(chosen.runs, chosen.port)
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
+    from mppo.report.html.serve import ReportServer
+
     try:
         server = ReportServer(runs, port)
     except OSError as error:

@@ -1,0 +1,162 @@
+"""A saved mini-batch, computed again to find where its numbers are not finite."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mppo.batch.outputs import Experience
+from mppo.checkpoint.run_state import load_roles
+from mppo.config.load import load_recipe
+from mppo.dumps.experience_files import named_tensors
+from mppo.dumps.stale import stale_reason
+from mppo.hub.builtin import read_model_config
+from mppo.models.role import Role
+from mppo.parallel import device
+from mppo.parallel.collectives import all_gather_objects
+from mppo.parallel.groups import GroupRegistry
+from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.process_group import process_group
+from mppo.planning.residency import SAVE, phase_of_role
+from mppo.supervision.rank_guard import RankGuard
+from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case
+from mppo.trainer.roles import Roles
+from mppo.trainer.update.phase import UpdatePhase
+from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
+
+_NO_CASE = (ValueError, KeyError, TypeError, OSError)
+"""Errors from reading a folder without a valid case, or with a case of other models."""
+_SHOWN = 5
+"""Findings of one kind shown per role; later ones are consequences of the first."""
+
+
+def not_finite(experience: Experience) -> list[str]:
+    """The tensors of the batch with numbers that are not finite: how many, and the first index."""
+    found = []
+    for name, tensor in named_tensors(experience).items():
+        bad = ~torch.isfinite(tensor) if tensor.is_floating_point() else torch.zeros(0)
+        if bad.any():
+            first = int(bad.flatten().nonzero()[0])
+            found.append(
+                f"batch: {name} has {int(bad.sum())} of {tensor.numel()}, first at {first}"
+            )
+    return found
+
+
+@contextmanager
+def watching_layers(role: Role, found: list[str]) -> Iterator[None]:
+    """Append to ``found`` the modules of this rank whose output is not finite, in their order."""
+
+    def inspect(name: str, module, inputs, output) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                bad = int((~torch.isfinite(tensor)).sum())
+                if bad:
+                    found.append(f"{role.name}: output of {name} has {bad} of {tensor.numel()}")
+
+    handles = [
+        module.register_forward_hook(partial(inspect, f"chunk {i} {name}"))
+        for i, stage in enumerate(role.stages)
+        for name, module in stage.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients_not_finite(role: Role) -> list[str]:
+    """The parameters of this rank whose accumulated gradient is not finite."""
+    found = []
+    for i, stage in enumerate(role.stages):
+        for name, parameter in stage.named_parameters():
+            gradient = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (Megatron's)
+            bad = int((~torch.isfinite(gradient)).sum())
+            if bad:
+                total = parameter.numel()
+                found.append(f"{role.name}: gradient of chunk {i} {name} has {bad} of {total}")
+    return found
+
+
+def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
+    """Run a saved case again, with the roles of that step. Collective.
+
+    Returns:
+        The findings of this rank, in the order of computation.
+    """
+    found = not_finite(experience)
+    for update in UpdatePhase(roles, experience, case.step, actor_frozen=False).updates:
+        outputs: list[str] = []
+        roles.placement.enter(phase_of_role(roles.recipe, "update", update.role.name))
+        with watching_layers(update.role, outputs):
+            update.run_once(experience.old.batch, tuple(case.mini_batch))
+        found += outputs[:_SHOWN]
+        found += gradients_not_finite(update.role)[:_SHOWN]
+        if not math.isfinite(update.role.loss):
+            found.append(f"{update.role.name}: loss {update.role.loss}")
+        statistics = update.stats[-1]
+        bad = sorted(name for name, value in statistics.items() if not math.isfinite(value))
+        found += [f"{update.role.name}: statistics {', '.join(bad)}"] if bad else []
+    return found
+
+
+def has_case(folder: Path) -> bool:
+    """Whether a folder holds a case."""
+    return (folder / CASE).is_file()
+
+
+def replay_case(folder: Path, info: LaunchInfo, guard: RankGuard) -> int:
+    """Replay a case and print the findings of every rank. Collective.
+
+    Args:
+        folder: a folder with a case.
+        info: this process's place.
+        guard: of this process.
+
+    Returns:
+        The exit code: 0, or 2 for a case that cannot be read, or has pickles that would run code.
+    """
+    stale = stale_reason(folder)
+    if stale is not None and info.rank == 0:
+        print(f"{folder}: a case of lost work: {stale}")
+    try:
+        for table in sorted((folder / MODELS).glob(f"*/{METADATA}")):
+            read_checkpoint(table.parent)
+        device.check()
+        case, experience = load_case(folder)
+        recipe = load_recipe(case.recipe)
+        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
+    except _NO_CASE as error:
+        return _refuse(folder, error)
+    device.prepare_megatron()
+    guard.watch_other_nodes()
+    with process_group(info, recipe.trainer.collective_timeout_s):
+        guard.met()
+        registry = GroupRegistry(recipe.trainer.seed)
+        try:
+            roles = Roles(recipe, Path(case.model), read_model_config, registry, total_steps=1)
+            roles.placement.enter(SAVE)
+            load_roles(folder / MODELS, roles.trained)
+        except _NO_CASE as error:
+            return _refuse(folder, error)
+        everyone = all_gather_objects(replay(case, experience, roles))
+    if info.rank == 0:
+        for rank, lines in enumerate(everyone):
+            for line in lines or ["everything is finite"]:
+                print(f"rank {rank}: {line}")
+    return 0
+
+
+def _refuse(folder: Path, error: Exception) -> int:
+    print(f"mppo: {folder}: cannot be replayed: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,356 @@
+"""An evaluation: a model's responses to the validation prompts, scored."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mppo.agents.build import EpisodeAgent, build_agent, with_agent
+from mppo.batch.episode import with_scores
+from mppo.batch.prompt import Prompt
+from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.rules.rule import has_interleaved_role
+from mppo.config.schema import Recipe
+from mppo.config.variables import unknown_variables
+from mppo.data.source import load_prompts
+from mppo.data.token_ids import check_token_ids
+from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.hub.check_weights import check_weights
+from mppo.hub.data_sets import fetch_data_set
+from mppo.hub.download import fetch_model
+from mppo.parallel import device
+from mppo.parallel.environment import set_for_training
+from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.process_group import process_group
+from mppo.rewards.scorer import Scorer, build_scorer
+from mppo.rollout.build import build_engine
+from mppo.rollout.sglang.model_support import engine_issues
+from mppo.safety.input_error import InputError
+from mppo.supervision import exit_report
+from mppo.supervision.first_rank import on_first_rank
+from mppo.supervision.heartbeat import AlreadyReported, CleanupDeadline, Heartbeat
+from mppo.supervision.phase import phase
+from mppo.supervision.rank_guard import RankGuard
+from mppo.trainer.failures import report_failure
+from mppo.trainer.validation.metrics import metrics_table, validation_metrics
+from mppo.trainer.validation.opponent import Opponent, read_opponent
+from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
+from mppo.weights.bucket import WeightBucket
+from mppo.weights.hf.full_tensors import full_tensors
+from mppo.weights.model_folder import companion_folder
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, on what.
+
+    Args:
+        recipe: the recipe; ``model.path`` is the evaluated model.
+        folder: the model's folder.
+        config: the model's Hugging Face configuration.
+        tokenizer: the model's.
+        prompts: the validation prompts.
+        scorer: the scorer of ``reward.*``, without the reward model.
+        agent: answers the policy's turns; None: a response is one turn.
+
+    Attributes:
+        files: folder for the logs of servers, and for the stacks of ranks that hang.
+    """
+
+    recipe: Recipe
+    folder: Path
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    scorer: Scorer
+    agent: EpisodeAgent | None
+
+    @property
+    def files(self) -> Path:
+        return self.recipe.trainer.run_dir / "evaluate"
+
+
+def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankGuard) -> int:
+    """Evaluate as ``mppo-evaluate`` does. Collective.
+
+    Args:
+        arguments: of the program.
+        info: this process's place.
+        guard: of this process.
+
+    Returns:
+        The exit code: 0, 2 for an invalid recipe or input, 1 for another failure.
+    """
+    try:
+        device.check()
+    except ValueError as error:
+        return exit_report.refuse_recipe(error)
+    try:
+        opponent = read_opponent(arguments.judge, arguments.judge_model, arguments.against)
+        recipe = _load(arguments, info)
+        guard.set_limit(recipe.trainer.heartbeat_timeout_s)
+        evaluation = prepare_evaluation(recipe, info)
+        if opponent is not None:
+            opponent.check(evaluation.prompts, recipe.rollout.validation.n)
+        _make_folders(arguments)
+    except InputError as error:
+        return exit_report.refuse_recipe(error, info.rank)
+    try:
+        _run(evaluation, info, guard, arguments, opponent)
+    except ConfigError as error:
+        return exit_report.refuse_recipe(error, info.rank)
+    except AlreadyReported as reported:
+        cause = reported.__cause__
+        return 2 if isinstance(cause, InputError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+_UNUSED = re.compile(
+    r"(actor|critic|ref|algorithm)\..*|data\.((sources\.\d+\.)?train_|ptx_files).*|"
+    r"trainer\.(nnodes|n_gpus_per_node|logger|replay|total_|save_|schedule).*"
+)
+"""Keys that an evaluation does not read."""
+
+
+def concerns_evaluation(key: str) -> bool:
+    """Whether an evaluation reads a key: layouts, optimizers, training data, loggers and models of
+    other roles may be those of another machine."""
+    return _UNUSED.fullmatch(key) is None
+
+
+def _load(arguments: argparse.Namespace, info: LaunchInfo) -> Recipe:
+    """Read and check the recipe and its models.
+
+    Raises:
+        ConfigError, ValueError: they cannot be evaluated.
+    """
+    remarks = unknown_variables(os.environ)
+    recipe = load_checked(
+        arguments.config,
+        arguments.overrides,
+        info.world_size,
+        remarks=remarks,
+        fetch_model=fetch_model,
+        fetch_data_set=fetch_data_set,
+        concerns=concerns_evaluation,
+    )
+    _check_models(recipe)
+    for remark in remarks if info.rank == 0 else ():
+        exit_report.say(remark)
+    return recipe
+
+
+def _make_folders(arguments: argparse.Namespace) -> None:
+    """Make the folders of the files to write, before the time of an evaluation is spent.
+
+    Raises:
+        ConfigError: a folder cannot be made.
+    """
+    for option, path in (("--out", arguments.out), ("--samples", arguments.samples)):
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why, fix = f"its folder cannot be made ({error.strerror})", "give another path"
+            raise ConfigError([ConfigIssue(option, str(path), why, fix)], "arguments") from error
+
+
+def _check_models(recipe: Recipe) -> None:
+    """Raise ConfigError if the evaluated model or the reward model cannot be loaded."""
+    for role in recipe.roles():
+        if role.name not in ("actor", "reward_model"):
+            continue
+        try:
+            folder = resolve_model(role.path)
+            check_weights(role, read_model_config(folder, recipe.model.trust_remote_code))
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            why, fix = str(error), "give a model folder of a known family"
+            raise ConfigError([ConfigIssue(role.path_key, role.path, why, fix)]) from error
+
+
+def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
+    """Read everything except weights.
+
+    Args:
+        recipe: the recipe.
+        info: rank of this process; the first rank prints the prompts of each data source.
+
+    Raises:
+        ConfigError, ValueError: the model, the prompts or the reward cannot be used.
+    """
+    folder = resolve_model(recipe.model.path, seed=recipe.trainer.seed)
+    trust = recipe.model.trust_remote_code
+    config = read_model_config(folder, trust)
+    issues = list(engine_issues(recipe, config, not device.is_cuda()))
+    if issues:
+        raise ConfigError(issues)
+    tokenizer = load_tokenizer(recipe.model.tokenizer_path or folder, trust)
+    validation = load_prompts(recipe.data, tokenizer, "val", recipe.rollout.tool_schemas)
+    if info.rank == 0:
+        exit_report.say(f"validation: {validation.summary()}")
+    prompts = validation.prompts
+    if not prompts:
+        fix = "set data.val_files, or a data.task and a data.val_size above 0"
+        raise ConfigError(
+            [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
+        )
+    check_token_ids(recipe, prompts, {"actor": config})
+    agent = build_agent(recipe)
+    scorer = build_scorer(
+        recipe.reward,
+        tokenizer,
+        recipe.data.max_response_length,
+        recipe.reward_model.in_use,
+        has_agent=agent is not None,
+    )
+    scorer.check(prompts)
+    return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
+
+
+def _run(
+    evaluation: Evaluation,
+    info: LaunchInfo,
+    guard: RankGuard,
+    arguments: argparse.Namespace,
+    opponent: Opponent | None,
+) -> None:
+    """Evaluate under supervision, and print and write the results. Collective.
+
+    Raises:
+        AlreadyReported: it failed.
+    """
+    recipe = evaluation.recipe
+    trainer = recipe.trainer
+    hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
+    set_for_training(os.environ, recipe.rollout.sync == "distributed", has_interleaved_role(recipe))
+    on_failure = partial(report_failure, info=info, recipe=recipe)
+    guard.watch_other_nodes()
+    watch = (info, trainer.heartbeat_timeout_s, hang_s, evaluation.files / "stacks")
+    with (
+        CleanupDeadline() as deadline,
+        process_group(info, trainer.collective_timeout_s),
+        Heartbeat(*watch, deadline, on_failure).running(),
+    ):
+        guard.met()
+        with_samples = arguments.samples is not None or opponent is not None
+        metrics, lines = evaluate(evaluation, info, with_samples)
+        if opponent is not None:
+            metrics |= on_first_rank(partial(_judged, opponent, lines))
+        if info.rank:
+            return
+        if arguments.samples is not None:
+            write_lines(arguments.samples, lines)
+        counts = Counter(prompt.data_source for prompt in evaluation.prompts)
+        for line in metrics_table(metrics, list(counts)):
+            exit_report.say(line)
+        found = metrics | {f"prompts/{name}": float(count) for name, count in counts.items()}
+        found["prompts"] = float(len(evaluation.prompts))
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        text = json.dumps(finite)
+        print(text)
+        if arguments.out is not None:
+            write_lines(arguments.out, [f"{text}\n"])
+
+
+def _judged(opponent: Opponent, lines: Sequence[str]) -> dict[str, float]:
+    """The judge's metrics, after a line about them for the user."""
+    with phase("judge"):
+        judgements = opponent.judge(lines)
+    exit_report.say(judgements.line())
+    return judgements.metrics()
+
+
+def evaluate(
+    evaluation: Evaluation, info: LaunchInfo, with_samples: bool
+) -> tuple[dict[str, float], list[str]]:
+    """Generate and score responses. Collective.
+
+    Args:
+        evaluation: what is evaluated.
+        info: rank of this process; the first rank prints the progress.
+        with_samples: whether the lines of ``sample_lines`` are made.
+
+    Returns:
+        The metrics of ``validation_metrics``; and on the first rank the lines.
+    """
+    recipe, folder = evaluation.recipe, evaluation.folder
+    total = len(evaluation.prompts)
+
+    def show(answered: int) -> None:
+        if info.rank == 0:
+            exit_report.say(f"{answered} of {total} prompts answered")
+
+    engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
+    engine = with_agent(engine, evaluation.agent, recipe, evaluation.tokenizer)
+    try:
+        with phase("loading weights"):
+            buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)
+            engine.update_weights(buckets, 0)
+        with phase("gen"):
+            episodes = generate_validation(engine, recipe, evaluation.prompts, show)
+    finally:
+        engine.stop()
+    with phase("reward"):
+        scorer = evaluation.scorer
+        if recipe.reward_model.in_use:
+            scorer = _with_reward_model(scorer, recipe, evaluation.tokenizer)
+        episodes = with_scores(episodes, scorer.score(episodes))
+    lines = sample_lines(episodes, evaluation.tokenizer) if with_samples else []
+    return on_first_rank(partial(validation_metrics, episodes)), lines
+
+
+def _with_reward_model(
+    scorer: Scorer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Scorer:
+    """The scorer with the recipe's reward model, which is built here. Collective.
+
+    Args:
+        scorer: the scorer of ``reward.*``.
+        recipe: a recipe with a reward model.
+        tokenizer: the evaluated model's.
+    """
+    device.prepare_megatron()
+    from mppo.parallel.groups import GroupRegistry
+    from mppo.rewards.reward_model.scale import RewardModelScale
+    from mppo.rewards.reward_model.scorer import with_reward_model
+    from mppo.rewards.reward_model.texts import reward_model_texts
+    from mppo.trainer.roles import build_role
+
+    path = resolve_model(str(recipe.reward_model.path))
+    config = read_model_config(path, recipe.model.trust_remote_code)
+    texts = reward_model_texts(recipe, tokenizer, config)
+    settings = next(role for role in recipe.roles() if role.name == "reward_model")
+    role = build_role(settings, path, config, GroupRegistry(recipe.trainer.seed))
+    scale = RewardModelScale(recipe.reward_model.normalize, config)
+    return with_reward_model(scorer, recipe, texts, role, scale)
+
+
+def model_buckets(folder: Path, config, bucket_bytes: int) -> Iterator[WeightBucket]:
+    """The tensors of a model folder or checkpoint, in buckets of about ``bucket_bytes`` bytes."""
+    tensors: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in full_tensors(folder, config):
+        tensors.append((name, tensor.to(device.device())))
+        size += tensor.nbytes
+        if size >= bucket_bytes:
+            yield WeightBucket.pack(tensors)
+            tensors, size = [], 0
+    if tensors:
+        yield WeightBucket.pack(tensors)
