@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, cast
 
 from sglang.srt.models.llama import LlamaForCausalLM
@@ -18,6 +19,12 @@ class _Unrotated(nn.Module):
 
 class SeedOssForCausalLM(Qwen2ForCausalLM):
     """Qwen2's layers, whose heads may have a width of their own."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # SGLang sets this on a CPU, and its layers then ignore head_dim
+        config = copy(config)
+        vars(config).pop("original_num_attention_heads", None)
+        super().__init__(config, *args, **kwargs)
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
