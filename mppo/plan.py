@@ -44,6 +44,8 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
         "such as a.svg)"
     )
     parser.add_argument("--picture", type=Path, help=picture)
+    shown = "after the plan, print the recipe with all its keys"
+    parser.add_argument("--show-recipe", action="store_true", help=shown)
     timed = "predict the seconds of a step (docs/planning.md; needs mppo[plan])"
     parser.add_argument("--time", action="store_true", help=timed)
     searched = "with --time: search layouts, and write the best as a recipe to this file"
@@ -84,6 +86,7 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         raise ConfigError([missing])
     if info.rank:
         return 0
+    from mppo.config.load import resolved_yaml
     from mppo.planning.describe import check_picture, draw_plan
     from mppo.planning.time.describe import TimeOptions
     from mppo.planning.verdict import EXIT_TOO_LARGE
@@ -102,6 +105,8 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         print(f"\n{timing()}")
     elif arguments.picture is not None:
         draw_plan(found, arguments.picture)
+    if arguments.show_recipe:
+        print(f"\n# resolved recipe\n{resolved_yaml(found.recipe).rstrip()}")
     code = 0 if found.fits else EXIT_TOO_LARGE
     if arguments.simulate:
         simulate = SIMULATION.load("--simulate", True)

@@ -23,12 +23,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
-import torch
-
 import mppo
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.parallel import device
-from mppo.parallel.node.gpu_driver import driver_version, gpus_of_node, unusable_gpus
 from mppo.parallel.node.versions import PACKAGES, installed_version
 from mppo.safety.redact import redacted_output
 
@@ -82,6 +78,11 @@ def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
         port: the rendezvous port.
         folder: the working folder.
     """
+    import torch  # here: --help and judging do not need it
+
+    from mppo.parallel import device
+    from mppo.parallel.node.gpu_driver import driver_version, gpus_of_node
+
     return NodeReport(
         host=socket.gethostname() + _node_suffix(),
         python=platform.python_version(),
@@ -190,6 +191,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
+    from mppo.parallel.node.gpu_driver import unusable_gpus
+
     issues = []
     unusable = unusable_gpus(report.gpus, report.devices, report.driver, report.torch_cuda or None)
     if unusable is not None:
@@ -236,9 +239,11 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
     from mppo.hub.data_sets import fetch_data_set
     from mppo.hub.download import fetch_model
     from mppo.models.overrides import override_issues
+    from mppo.planning.disk import disk_warning, free_bytes
+    from mppo.planning.plan import plan_roles
     from mppo.rollout.sglang.model_support import engine_issues
     from mppo.supervision import exit_report
-    from mppo.trainer.start.user_code import check_user_code
+    from mppo.trainer.start.user_code import check_user_inputs
 
     def read(path: str):
         return read_model_config(resolve_model(path))
@@ -254,7 +259,11 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         fetch_data_set=fetch_data_set,
     )
     remarks: list[str] = []
-    check_user_code(recipe, remarks)
+    check_user_inputs(recipe, remarks)
+    plans = plan_roles(recipe, world_size, {role.name: read(role.path) for role in recipe.roles()})
+    steps, free = recipe.trainer.total_training_steps, free_bytes(recipe.trainer.run_dir)
+    if warning := disk_warning(recipe, plans, steps, free):
+        remarks.append(f"warning: {warning}")
     for remark in remarks:
         exit_report.say(remark)
     print(f"preflight: recipe {config} fits {world_size} ranks", flush=True)

@@ -89,6 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 _PLANNED = {
     "simulate": ": it simulates the run that is planned",
     "gpu": ": it names the GPU for which memory is planned",
+    "show_recipe": ": it prints the recipe below the plan",
     "picture": ": it draws the plan",
     "time": ": it predicts the time of a step of the run that is planned",
     "search": ": it searches layouts for the run that is planned",

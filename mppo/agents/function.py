@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.in_worker import answers_of, is_async, load_in_worker, make_agent
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.sections.agent import AgentConfig
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.rewards.function import import_callable
 from mppo.rewards.result import NoScore
 from mppo.rewards.workers.pool import Result, WorkerPool
@@ -19,6 +20,11 @@ from mppo.rewards.workers.worker import ScoringTask
 from mppo.safety.python_file import describe_error
 
 KEY = "rollout.agent.path"
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+"""Types of JSON schema."""
+_FROM_ROW = ("ground_truth", "extra_info")
+"""Parameters that a tool gets from the data row."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class AgentFunction:
@@ -107,7 +113,11 @@ class CallableAgent:
 
 
 def _check(config: AgentConfig) -> bool:
-    """Import an agent once, in this process; return whether it is async."""
+    """Import an agent and its tools once, in this process; return whether it is async."""
+    tools = enumerate(config.tools)
+    issues = [issue for number, tool in tools for issue in tool_issues(number, tool)]
+    if issues:
+        raise ConfigError(issues)
     found = import_callable(KEY, str(config.path), "agent", "name a function or class of it")
     return is_async(_made(config, found))
 
@@ -121,3 +131,74 @@ def _made(config: AgentConfig, found: Any) -> Callable[[Conversation], Any]:
         why = f"it cannot be called as an agent: {type(error).__name__}: {error}"
         fix = "accept one conversation, and rollout.agent.arguments by name (a class: in __init__)"
         raise ConfigError([ConfigIssue(KEY, name, why, fix)]) from error
+
+
+def tool_issues(number: int, tool: ToolConfig) -> Iterator[ConfigIssue]:
+    """What is wrong with a tool of the recipe.
+
+    Args:
+        number: its place in ``rollout.agent.tools``.
+        tool: the tool.
+    """
+    key = f"rollout.agent.tools.{number}"
+    yield from _type_issues(f"{key}.parameters", tool.parameters)
+    properties, required = (
+        tool.parameters.get("properties", {}),
+        tool.parameters.get("required", []),
+    )
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        why = "properties is not an object, or required not a list"
+        yield ConfigIssue(f"{key}.parameters", tool.parameters, why, "write a JSON schema")
+        return
+    fix = f"the properties are {', '.join(properties) or 'none'}"
+    for name in required:
+        if name not in properties:
+            why = f"parameters.properties has no {name!r}"
+            yield ConfigIssue(f"{key}.parameters.required", name, why, fix)
+    try:
+        found = import_callable(f"{key}.path", tool.path, "tool", "name a function of it")
+        takes = inspect.signature(found).parameters
+    except ConfigError as error:
+        yield from error.issues
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return
+    else:
+        yield from _signature_issues(key, tool.path, properties, takes)
+
+
+def _signature_issues(
+    key: str, path: str, properties: dict[str, Any], takes: Any
+) -> Iterator[ConfigIssue]:
+    """Arguments of the schema that a function does not take, and those that it needs besides."""
+    named = {name: each for name, each in takes.items() if each.kind in _BY_NAME}
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    for name in properties:
+        if name not in named and not takes_any:
+            guess = nearest(name, list(named))
+            fix = f"did you mean {guess!r}? " if guess else ""
+            fix += f"its parameters are {', '.join(named) or 'none'}"
+            why = f"{path} has no such parameter: every call would fail"
+            yield ConfigIssue(f"{key}.parameters.properties", name, why, fix)
+    for name, each in named.items():
+        if each.default is each.empty and name not in properties and name not in _FROM_ROW:
+            why = f"{path} needs {name}, which the schema does not have: every call would fail"
+            fix = f"describe {name} in parameters.properties, or give it a default"
+            yield ConfigIssue(f"{key}.parameters.properties", list(properties), why, fix)
+
+
+def _type_issues(key: str, schema: Any) -> Iterator[ConfigIssue]:
+    """Types in a schema that JSON does not have."""
+    if not isinstance(schema, dict):
+        return
+    given = schema.get("type")
+    for name in given if isinstance(given, list) else [given]:
+        if isinstance(name, str) and name not in _TYPES:
+            guess = nearest(name, _TYPES)
+            fix = (
+                f"did you mean {guess!r}? " if guess else ""
+            ) + f"the types are {', '.join(_TYPES)}"
+            yield ConfigIssue(f"{key}.type", name, "JSON schema has no such type", fix)
+    properties = schema.get("properties")
+    for name, content in properties.items() if isinstance(properties, dict) else ():
+        yield from _type_issues(f"{key}.properties.{name}", content)
+    yield from _type_issues(f"{key}.items", schema.get("items"))

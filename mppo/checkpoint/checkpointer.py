@@ -250,7 +250,11 @@ class Checkpointer:
         errors = all_gather_objects(self._last_error)
         if any(errors):
             first = next(error for error in errors if error)
-            raise SaveError(f"the last checkpoint could not be written: {first}")
+            raise SaveError(
+                f"the last checkpoint could not be written in {self.root}: {first}. Started again "
+                "with room on this disk, or on another one (trainer.default_local_dir), the run "
+                "continues from its newest complete checkpoint"
+            )
         stop_request.over()
 
     def _report_stopping(self) -> None:

@@ -329,6 +329,8 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
         bound = next(iter(context.values()))
         sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}.get(kind, "<=")
         return "is out of range", f"give a value {sign} {bound}"
+    if kind == "missing" and isinstance(parts[-1], str):
+        return "field required", "it has no default: give it"
     if kind in ("too_short", "too_long", "missing"):
         return entry["msg"][0].lower() + entry["msg"][1:], "give exactly that many entries"
     if kind == "model_type":

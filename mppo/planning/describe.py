@@ -138,6 +138,7 @@ def plan_run(
     issue = planned_host_issue(need, recipe)
     steps = recipe.trainer.total_training_steps
     parts = [
+        f"{_in_short(fit, issue is None, world_size)}\n",
         describe_plan(recipe, world_size, hf_configs),
         describe_fit(plans, fit, need),
         *([str(issue)] if issue else []),
@@ -145,6 +146,15 @@ def plan_run(
     ]
     host_issue = str(issue) if issue else None
     return RunPlan(recipe, fit, "\n".join(parts), host_issue, plans, world_size, hf_configs)
+
+
+def _in_short(fit: Fit, hosts_fit: bool, world_size: int) -> str:
+    """The verdict in one line."""
+    verdict, where = fit.verdict, f"{world_size} x {fit.gpu.name}"
+    if verdict.fits and hosts_fit:
+        return f"verdict: {describe_verdict(verdict).splitlines()[-1]}: {where}"
+    what = "the GPU's memory" if not verdict.fits else "the host's memory"
+    return f"verdict: too large for {where}: {what}; the plan ends with what would help"
 
 
 def draw_plan(plan: RunPlan, picture: Path) -> None:
@@ -175,7 +185,7 @@ def check_recipe_file(path: Path) -> None:
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
-    """The plan as text: resolved recipe, layouts, micro-batches, parameters and what they take.
+    """The plan as text: layouts, micro-batches, parameters and what they take.
 
     Args:
         recipe: a recipe that is valid for this world size.
@@ -185,7 +195,6 @@ def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
     plans = plan_roles(recipe, world_size, hf_configs)
     budgets = given_budgets(with_token_budgets(recipe, world_size, hf_configs))
     parts = [
-        "# resolved recipe\n" + resolved_yaml(recipe).rstrip(),
         f"# layout of {world_size} ranks\n" + _layouts(plans),
         "# where each rank sits\n" + _ranks(plans, world_size),
         "# one iteration\n" + _iteration(recipe, plans),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from math import ceil
+from pathlib import Path
 
 from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
@@ -101,6 +103,12 @@ def disk_warning(recipe: Recipe, plans: list[RolePlan], steps: int | None, free:
         f"trainer.default_local_dir: {number} {_size(count * one)}, and its disk has "
         f"{_size(free)} free: free space, set trainer.max_ckpt_to_keep, or choose another disk"
     )
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder, which need not exist yet."""
+    folder = folder.resolve()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def _saves_regularly(recipe: Recipe) -> bool:

@@ -151,6 +151,11 @@ class RuleReward:
                 why = f"{result.outcome} {result.text}"
                 raise InputError(f"{describe(prompt)} cannot be verified: {why}")
 
+    def has_verifier(self, prompt: Prompt) -> bool:
+        """Whether the responses to a prompt can be scored."""
+        own = prompt.verifier or self.verifier
+        return own is not None or verifiers.known_verifier(prompt.data_source) is not None
+
     @cached_property
     def _code(self) -> ProgramVerifier:
         """The verifier of programs, created at first use because this tests the sandbox."""

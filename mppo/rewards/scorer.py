@@ -57,12 +57,16 @@ class Scorer:
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Run the rule verifiers on the first prompt of each data source and verifier.
 
+        An agent may give all scores itself: with one, a data source needs no verifier.
+
         Raises:
             ConfigError, ValueError: a prompt cannot be scored.
         """
         if isinstance(self.reward_function, RuleReward):
             first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
-            self.reward_function.check(first.values())
+            has_verifier = self.reward_function.has_verifier
+            scored = [each for each in first.values() if not self.has_agent or has_verifier(each)]
+            self.reward_function.check(scored)
 
     def score(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Score responses with reward function and reward model, and shape the scores.

@@ -64,6 +64,9 @@ class Unscored:
     reason: str
 
 
+_INSTEAD = "a number as reward.on_error is the score of such responses, and the run goes on"
+
+
 def read_scores(
     results: Sequence[Any], responses: Sequence[Response], on_error: OnError = "stop"
 ) -> list[ResponseScore]:
@@ -114,10 +117,10 @@ def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
         on_error: ``reward.on_error``.
 
     Raises:
-        InputError: it is ``stop``; the message is that of ``failed``.
+        InputError: it is ``stop``; the message is that of ``failed``, and what to set.
     """
     if on_error == "stop":
-        raise InputError(failed.message)
+        raise InputError(f"{failed.message} ({_INSTEAD})")
     return ResponseScore(float(on_error), error=failed.message, unscored=failed.unscored)
 
 

@@ -183,15 +183,22 @@ def verifier_for(data_source: str) -> str:
     Raises:
         ConfigError: no pattern matches the data source.
     """
-    for pattern, name in BY_DATA_SOURCE:
-        if re.fullmatch(pattern, data_source, re.IGNORECASE | re.DOTALL):
-            return name
+    if name := known_verifier(data_source):
+        return name
     why = f"no verifier is known for the data source {data_source!r}"
     fix = (
         f"set it to one of {', '.join(register.verifier.names)}, or set reward.name=function and "
         "reward.function"
     )
     raise ConfigError([ConfigIssue("reward.verifier", None, why, fix)])
+
+
+def known_verifier(data_source: str) -> str | None:
+    """Return the name of the verifier for a data source; None: no pattern matches it."""
+    for pattern, name in BY_DATA_SOURCE:
+        if re.fullmatch(pattern, data_source, re.IGNORECASE | re.DOTALL):
+            return name
+    return None
 
 
 def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:

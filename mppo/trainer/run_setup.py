@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.host_memory import host_memory
 from mppo.parallel.launch import LaunchInfo
-from mppo.planning.disk import describe_checkpoints, disk_warning
+from mppo.planning.disk import describe_checkpoints, disk_warning, free_bytes
 from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
@@ -175,9 +174,7 @@ def _report_plans(
         ConfigError: what leaves the GPUs does not fit into the memory of a node.
     """
     reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
-    folder = recipe.trainer.run_dir.resolve()
-    disk = next(path for path in (folder, *folder.parents) if path.exists())
-    if warning := disk_warning(recipe, plans, total_steps, shutil.disk_usage(disk).free):
+    if warning := disk_warning(recipe, plans, total_steps, free_bytes(recipe.trainer.run_dir)):
         reporter.line(f"warning: {warning}")
     memory, source = host_memory()
     if recipe.trainer.host_memory_gib is not None:

@@ -132,7 +132,7 @@ def _search_long_texts(folder: Path) -> int:
     return 0
 
 
-_DRY = ("--dry-run", *TINY)
+_DRY = ("--dry-run", "--show-recipe", *TINY)
 
 TABLE = Table(
     "Secrets",
@@ -186,6 +186,7 @@ TABLE = Table(
             "a signed URL in a list of files",
             "resolved recipe",
             "--dry-run",
+            "--show-recipe",
             "model.path=builtin:tiny",
             *LENGTHS,
             f"data.train_files=[a.jsonl, 'https://host/b.jsonl?X-Amz-Signature={PLAIN}']",

@@ -18,7 +18,8 @@ from mppo.agents.turn_text import TurnText
 from mppo.batch.episode import NO_WEIGHTS, OPEN, Episode, EpisodeResult, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
-from mppo.config.sections.agent import AgentConfig
+from mppo.config.load import load_recipe
+from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
@@ -271,6 +272,63 @@ def test_an_agent_that_cannot_be_called_is_refused_before_a_run(tmp_path, path, 
     with pytest.raises(ConfigError, match=r"rollout\.agent\.path") as error:
         AgentFunction(AgentConfig(path=f"{tmp_path}/{path}", arguments=arguments))
     assert why in str(error.value)
+
+
+HERMES = "mppo.agents.hermes:HermesAgent"
+CALCULATE = "mppo.agents.tools:calculate"
+EXPRESSION = {"expression": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "properties", "required", "key", "why"),
+    [
+        (CALCULATE, EXPRESSION, ["expression"], "", ""),
+        ("mppo.agents.tools:calc_gsm8k_reward", {"answer": {"type": "string"}}, [], "", ""),
+        ("builtins:print", {"anything": {}}, [], "properties", "print has no such parameter"),
+        (
+            CALCULATE,
+            {"expr": {"type": "string"}},
+            [],
+            "properties",
+            "its parameters are expression",
+        ),
+        (CALCULATE, {}, [], "properties", "needs expression, which the schema does not have"),
+        (CALCULATE, EXPRESSION, ["expr"], "required", "parameters.properties has no 'expr'"),
+        (CALCULATE, {"expression": {"type": "strng"}}, [], "expression.type", "mean 'string'?"),
+        ("mppo.agents.tools:calculat", EXPRESSION, [], "path", "has no tool 'calculat'"),
+    ],
+)
+def test_a_tools_schema_is_compared_with_its_function_before_a_run(
+    path, properties, required, key, why
+):
+    schema = {"type": "object", "properties": properties, "required": required}
+    tool = {"path": path, "name": "tool", "parameters": schema}
+    config = AgentConfig.model_validate({"path": HERMES, "tools": [tool]})
+    if not why:
+        AgentFunction(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        AgentFunction(config)
+    assert why in str(error.value)
+    assert any(
+        issue.key.startswith("rollout.agent.tools.0") and issue.key.endswith(key)
+        for issue in error.value.issues
+    )
+
+
+def test_openais_form_of_a_tool_is_read():
+    function = {"name": "calculate", "description": "", "parameters": {}, "strict": True}
+    given = {"type": "function", "path": CALCULATE, "function": function}
+    tool = ToolConfig.model_validate(given)
+    assert (tool.path, tool.name) == (CALCULATE, "calculate")
+    assert tool.openai_schema == {
+        "type": "function",
+        "function": {"name": "calculate", "description": "", "parameters": {}},
+    }
+    del given["path"]
+    with pytest.raises(ConfigError, match="it has no default: give it") as error:
+        load_recipe({"rollout": {"agent": {"path": HERMES, "tools": [given]}}})
+    assert "rollout.agent.tools.0.path" in str(error.value)
 
 
 def test_a_reply_may_have_an_end_with_or_without_a_reward():

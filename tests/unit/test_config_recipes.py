@@ -61,8 +61,9 @@ def test_the_dry_run_of_a_shipped_recipe_needs_no_model_and_ends_with_a_verdict(
     path, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert main(["--config", str(path), "--dry-run"]) == 0
+    assert main(["--config", str(path), "--dry-run", "--show-recipe"]) == 0
     plan = capsys.readouterr().out
+    assert plan.startswith("verdict: fits, with ")
     for heading in HEADINGS:
         assert f"\n# {heading}" in f"\n{plan}"
     assert re.search(r"^fits, with [\d.]+ GiB to spare$", plan, re.MULTILINE)

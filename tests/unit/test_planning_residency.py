@@ -351,7 +351,9 @@ def test_a_dry_run_ends_with_a_verdict_and_a_picture(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "# memory by phase on NVIDIA A100-SXM4-40GB (39.38 GiB)" in shown
     assert "offloaded: actor nothing (auto); critic nothing (auto)" in shown
-    assert "fits, with" in shown
+    assert shown.startswith("verdict: fits, with ")
+    assert "\nfits, with" in shown
+    assert "resolved recipe" not in shown
     text = picture.read_text()
     for word in ("generation", "weight sync", "actor optimizer", "critic gradients"):
         assert word in text
@@ -359,10 +361,14 @@ def test_a_dry_run_ends_with_a_verdict_and_a_picture(tmp_path, capsys):
 
 def test_a_dry_run_that_does_not_fit_says_so(tmp_path, capsys):
     assert dry_run(tmp_path, "trainer.gpu=0.5") == EXIT_TOO_LARGE
-    assert "does NOT fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "does NOT fit" in shown
+    assert shown.startswith("verdict: too large for 1 x ")
+    assert "the GPU's memory; the plan ends with what would help" in shown.splitlines()[0]
     assert dry_run(tmp_path, "trainer.host_memory_gib=1") == EXIT_TOO_LARGE
     shown = capsys.readouterr().out
     assert "the host's memory = '1.0 GiB (trainer.host_memory_gib)'" in shown
+    assert "the host's memory; the plan ends with what would help" in shown.splitlines()[0]
     assert "fits, with" in shown
 
 

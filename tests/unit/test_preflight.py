@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -89,10 +90,13 @@ def test_judge_reads_reports_between_other_lines(monkeypatch, capsys):
     assert "n1" in shown.out
 
 
-def test_a_recipe_is_judged_for_the_job(tmp_path, capsys):
+def test_a_recipe_is_judged_for_the_job(tmp_path, capsys, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("data: {task: arithmetic, train_files: [nowhere.jsonl]}\n")
     assert main(["recipe", "--config", str(recipe), "--world-size", "2"]) == 2
     assert "no such file" in capsys.readouterr().err
     good = str(Path(__file__).parents[2] / "recipes" / "tiny_cpu_tp2_pp2.yaml")
+    full = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert main(["recipe", "--config", good, "--world-size", "4"]) == 0
+    assert "and its disk has 1.0 MB free" in capsys.readouterr().err

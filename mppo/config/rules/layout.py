@@ -33,12 +33,14 @@ def ranks_match_nodes_and_gpus(context: RuleContext) -> Iterator[ConfigIssue]:
     """Nodes times GPUs per node equal the ranks that were started."""
     nodes, per_node = context.recipe.trainer.nnodes, context.recipe.trainer.n_gpus_per_node
     if nodes and per_node and nodes * per_node != context.world_size:
+        fit_nodes, rest = divmod(context.world_size, per_node)
+        other = f"set trainer.nnodes={fit_nodes}" if not rest else "leave both keys out"
         yield ConfigIssue(
             "trainer.n_gpus_per_node",
             per_node,
             f"trainer.nnodes x trainer.n_gpus_per_node = {nodes} x {per_node} = "
             f"{nodes * per_node}, but {context.world_size} ranks were started",
-            f"start {nodes * per_node} ranks, or leave both keys out",
+            f"start {nodes * per_node} ranks, or {other}",
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mppo.config.sections.section import Section
 
 
 class ToolConfig(Section):
-    """A Python function that the policy may call."""
+    """A Python function that the policy may call. OpenAI's form of a tool, with ``type`` and
+    ``function``, is read too, with ``path`` beside them."""
 
     path: str
     """``package.module:function`` or ``path/file.py:function``. It gets the call's arguments by
@@ -23,6 +24,16 @@ class ToolConfig(Section):
         default_factory=lambda: {"type": "object", "properties": {}, "required": []}
     )
     """JSON schema of its arguments, with ``properties`` and ``required``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_openai(cls, given: Any) -> Any:
+        """Read the form of OpenAI's API: ``{type: function, function: {name: ..., ...}}``."""
+        if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
+            return given
+        beside = {key: value for key, value in given.items() if key not in ("type", "function")}
+        content = {key: value for key, value in given["function"].items() if key != "strict"}
+        return {**content, **beside}
 
     @property
     def openai_schema(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import Given, source_file
 from mppo.config.rules.rule import has_interleaved_role, world_size_of
 from mppo.config.schema import Recipe
@@ -22,6 +22,7 @@ from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
+from mppo.trainer.start.first_rows import row_issues
 
 if TYPE_CHECKING:
     from mppo.planning.describe import RunPlan
@@ -86,6 +87,8 @@ def recipe_to_train(
         ConfigError, ValueError: the recipe cannot be run, or not here.
     """
     recipe = checked_recipe(given, overrides, info, info.world_size)
+    if recipe.trainer.replay is None and (issues := row_issues(recipe)):
+        raise ConfigError(issues, source="data")
     guard.set_limit(recipe.trainer.heartbeat_timeout_s)
     interleaved = has_interleaved_role(recipe)
     # CUDA and NCCL read them later
@@ -126,10 +129,10 @@ def planned_run(
     world = world or (info.world_size if info.world_size > 1 else None)
     recipe = checked_recipe(given, overrides, info, world, configs)
     from mppo.planning.describe import plan_run
-    from mppo.trainer.start.user_code import check_user_code
+    from mppo.trainer.start.user_code import check_user_inputs
 
     remarks: list[str] = []
-    check_user_code(recipe, remarks)
+    check_user_inputs(recipe, remarks)
     for remark in remarks if info.rank == 0 else ():
         exit_report.say(remark)
     found = {role.name: configs.read(role.path) for role in recipe.roles()}

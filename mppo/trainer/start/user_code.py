@@ -1,13 +1,15 @@
-"""The code that a recipe names, imported and looked at before anything is started."""
+"""Code and data that a recipe names, looked at before anything is started."""
 
 from __future__ import annotations
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
+from mppo.trainer.start.first_rows import row_issues
 
 
-def check_user_code(recipe: Recipe, remarks: list[str]) -> None:
-    """Import the recipe's reward function and agent, and check their signatures.
+def check_user_inputs(recipe: Recipe, remarks: list[str]) -> None:
+    """Import the recipe's reward function, agent and tools, check their signatures, and read the
+    first row of the data files that are here.
 
     Args:
         recipe: the recipe.
@@ -16,7 +18,7 @@ def check_user_code(recipe: Recipe, remarks: list[str]) -> None:
     Raises:
         ConfigError: with all issues.
     """
-    issues: list[ConfigIssue] = []
+    issues = row_issues(recipe)
     if recipe.reward.name == "function":
         from mppo.rewards.function import load_function
 
