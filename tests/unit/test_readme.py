@@ -16,9 +16,9 @@ def test_every_document_is_linked():
     assert pages - set(re.findall(r"\]\((docs/\w+\.md)", TEXT)) == set()
 
 
-def test_it_shows_the_timeline_and_a_report():
+def test_it_shows_the_timeline_a_report_and_the_site():
     pictures = re.findall(r"!\[[^\]]+\]\((\S+)\)", TEXT)
-    assert {Path(name).stem.split("_")[0] for name in pictures} == {"timeline", "report"}
+    assert {Path(name).stem.split("_")[0] for name in pictures} == {"timeline", "report", "landing"}
     assert all((ROOT / name).stat().st_size > 1000 for name in pictures)
 
 
