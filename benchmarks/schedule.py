@@ -3,6 +3,7 @@
     python benchmarks/schedule.py simulated [--out FILE.md]
     python benchmarks/schedule.py waits [--stages 4 8] [--milliseconds 20] [--repeat 3] [--out ...]
     python benchmarks/schedule.py real [--layers 8] [--tokens 384] [--repeat 3] [--out ...]
+    python benchmarks/schedule.py critic [--stages 4] [--milliseconds 20] [--repeat 3] [--out ...]
 
 ``simulated``: sequential's time over flush_free's, and the idle share of flush_free, for numbers of
 stages, micro-batches and mini-batches and costs of the critic; and the gain of micro-batches that
@@ -15,6 +16,9 @@ minutes.
 ``real``: the update of a critic and an actor on two ranks (PP2, one core each), alternating between
 Megatron's own schedule, one role after the other, and the flush-free schedule; and the peak memory
 of both. It takes two minutes.
+
+``critic``: the same two ratios where the critic has K updates for one of the actor
+(``critic.ppo_epochs``): simulated, and of the real executor with waits. It takes a minute.
 
 All tables are Markdown. ``--out`` replaces the section of the file that has the name of the mode.
 """
@@ -52,10 +56,16 @@ STAGES, MICRO_BATCHES = (2, 4, 8, 16, 32, 64), (1, 4, 16, 64, 256)
 MINI_BATCHES, COSTS = (1, 4, 16), (1.0, 0.5, 0.25)
 
 
-def make_schedules(stages: int, count: int, mini_batches: int, cost: float) -> dict[str, Schedule]:
-    """The schedules of an update of two models, the critic's passes at ``cost`` of the actor's."""
+def make_schedules(
+    stages: int, count: int, mini_batches: int, cost: float, updates: int = 1
+) -> dict[str, Schedule]:
+    """The schedules of an update of two models, the critic's passes at ``cost`` of the actor's.
+
+    The critic takes ``updates`` steps for each of the actor's ``mini_batches``.
+    """
     counts = (count,) * mini_batches
-    work = (RoleWork("critic", counts, cost, 2 * cost), RoleWork("actor", counts))
+    critic = RoleWork("critic", counts * updates, cost, 2 * cost)
+    work = (critic, RoleWork("actor", counts))
     return {kind: make_schedule(kind, work, stages) for kind in KINDS}
 
 
@@ -155,16 +165,38 @@ WAITING_COSTS = (1.0, 0.5)
 
 def wait_rank(rank: int, stages: int, folder: Path, milliseconds: float, repeat: int) -> None:
     """One stage's runs of every kind; the first rank writes the table's rows."""
-    registry = start(rank, stages, folder / f"store_{stages}")
-    from mppo.parallel.layout import Layout
-
-    links, unit, rows = Links([registry.of(Layout(stages, pp=stages))]), milliseconds / 1e3, []
+    links, unit, rows = start_stage(rank, stages, folder), milliseconds / 1e3, []
     for (count, mini_batches), cost in itertools.product(WAITS[stages], WAITING_COSTS):
         for kind, schedule in make_schedules(stages, count, mini_batches, cost).items():
             planned = schedule.simulation.makespan * unit
             measured = median(wait_once(schedule, links, unit, cost) for _ in range(repeat))
             numbers = [f"{planned:.2f}", f"{measured:.2f}", f"{measured / planned:.3f}"]
             rows.append([stages, count, mini_batches, cost, kind, *numbers])
+    if rank == 0:
+        torch.save(rows, folder / f"rows_{stages}.pt")
+    dist.destroy_process_group()
+
+
+def start_stage(rank: int, stages: int, folder: Path) -> Links:
+    """Start a rank that is a stage of a pipeline of all ranks."""
+    registry = start(rank, stages, folder / f"store_{stages}")
+    from mppo.parallel.layout import Layout
+
+    return Links([registry.of(Layout(stages, pp=stages))])
+
+
+def critic_rank(rank: int, stages: int, folder: Path, milliseconds: float, repeat: int) -> None:
+    """One stage's runs with K updates of the critic; the first rank writes the table's rows."""
+    links, unit, rows = start_stage(rank, stages, folder), milliseconds / 1e3, []
+    for count, (mini_batches, updates) in itertools.product(CRITIC_COUNTS, UNEQUAL):
+        schedules = make_schedules(stages, count, mini_batches, 1.0, updates)
+        works = {kind: partial(wait_once, schedules[kind], links, unit, 1.0) for kind in COMPARED}
+        times = alternate(works, repeat)
+        measured = times["sequential"].over(times["flush_free"])
+        plan = sequential_over_flush_free(schedules)
+        seconds = [f"{median(times[kind].walls):.2f}" for kind in COMPARED]
+        ratios = [f"{plan:.2f}", f"{measured:.2f}", f"{measured / plan:.3f}"]
+        rows.append([stages, count, mini_batches, updates, *seconds, *ratios])
     if rank == 0:
         torch.save(rows, folder / f"rows_{stages}.pt")
     dist.destroy_process_group()
@@ -187,14 +219,22 @@ def wait_once(schedule: Schedule, links: Links, unit: float, cost: float) -> flo
     return time.perf_counter() - begin
 
 
-def waits(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
-    """The table of measured and simulated times with waits in place of passes."""
+def waiting_rows(
+    worker: Callable[..., None], stages: Sequence[int], milliseconds: float, repeat: int
+) -> list[list]:
+    """The rows that the first rank of each pipeline writes."""
     rows: list[list] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for world in stages:
-            start_ranks(wait_rank, (world, folder, milliseconds, repeat), world)
+            start_ranks(worker, (world, folder, milliseconds, repeat), world)
             rows += torch.load(folder / f"rows_{world}.pt")
+    return rows
+
+
+def waits(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
+    """The table of measured and simulated times with waits in place of passes."""
+    rows = waiting_rows(wait_rank, stages, milliseconds, repeat)
     missed = sum(abs(float(row[-1]) - 1) > 0.1 for row in rows)
     columns = ["stages", "micro-batches", "mini-batches", "critic's cost", "kind"]
     columns += ["simulated s", "measured s", "measured over simulated"]
@@ -203,6 +243,37 @@ def waits(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
         f"{len(rows) - missed} of {len(rows)} within 10% of the simulation."
     )
     return f"{text}\n\n{table(columns, rows)}"
+
+
+UNEQUAL = ((1, 2), (1, 4), (4, 2))
+"""Mini-batches of the actor, and updates of the critic for each; SAO has one and two."""
+CRITIC_COUNTS = (2, 8)
+"""Micro-batches of a mini-batch."""
+
+
+def critic(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
+    """The tables of updates in which the critic takes several steps for one of the actor."""
+    rows = []
+    for world, (mini_batches, updates) in itertools.product(STAGES[:4], UNEQUAL):
+        cells = []
+        for count, cost in itertools.product(CRITIC_COUNTS, COSTS[:2]):
+            schedules = make_schedules(world, count, mini_batches, cost, updates)
+            idle = schedules["flush_free"].simulation.idle_share
+            cells.append(f"{sequential_over_flush_free(schedules):.2f} ({idle:.3f})")
+        rows.append([world, mini_batches, updates, *cells])
+    columns = ["stages", "actor's mini-batches", "critic's updates for each"]
+    cases = itertools.product(CRITIC_COUNTS, COSTS[:2])
+    titles = [f"{count} micro-batches, critic's cost {cost:g}" for count, cost in cases]
+    measured = ["stages", "micro-batches", *columns[1:], "sequential s", "flush_free s"]
+    measured += ["simulated ratio", "measured ratio", "measured over simulated"]
+    return "\n\n".join([
+        "Time of sequential, one role after the other, over flush_free; in brackets the idle share "
+        "of flush_free. Simulated:",
+        table([*columns, *titles], rows),
+        f"With waits of {milliseconds:g} ms in place of an actor's forward pass, and a critic that "
+        f"costs the same; median of {repeat} updates of each kind by turns:",
+        table(measured, waiting_rows(critic_rank, stages, milliseconds, repeat)),
+    ])  # fmt: skip
 
 
 MODEL = {
@@ -344,7 +415,7 @@ def write_section(name: str, text: str, out: Path | None) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("what", choices=["simulated", "waits", "real"])
+    arguments.add_argument("what", choices=["simulated", "waits", "real", "critic"])
     arguments.add_argument("--stages", type=int, nargs="+", default=[*WAITS], choices=[*WAITS])
     arguments.add_argument("--milliseconds", type=float, default=20.0)
     arguments.add_argument("--layers", type=int, default=8)
@@ -353,8 +424,9 @@ def main() -> None:
     chosen = arguments.parse_args()
     if chosen.what == "simulated":
         text = simulated()
-    elif chosen.what == "waits":
-        text = waits(chosen.stages, chosen.milliseconds, chosen.repeat)
+    elif chosen.what in ("waits", "critic"):
+        made = waits if chosen.what == "waits" else critic
+        text = made(chosen.stages, chosen.milliseconds, chosen.repeat)
     else:
         text = real(chosen.layers, chosen.tokens, chosen.repeat)
     write_section(chosen.what, text, chosen.out)

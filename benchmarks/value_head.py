@@ -20,7 +20,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import sqrt
 from pathlib import Path
@@ -71,9 +71,9 @@ Rewards = dict[str, list[list[float]]]
 """By head: the mean sampled reward of every step, for every seed."""
 
 
-def draw_model(seed: int, folder: Path) -> None:
-    """Write a model with random weights."""
-    fields = {**MODELS["tiny"], **SIZE}
+def draw_model(seed: int, folder: Path, size: Mapping[str, int]) -> None:
+    """Write a ``builtin:tiny`` with random weights, but of this size."""
+    fields = {**MODELS["tiny"], **size}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -105,7 +105,7 @@ def train_seed(
     """The rewards of every head, from one model."""
     settings = [f"data.task={task}", f"data.task_kwargs={TASKS[task]}"]
     if not (place / "warm" / FINISHED).exists():
-        draw_model(seed, place / "model")
+        draw_model(seed, place / "model", SIZE)
     warm_start = [
         f"model.path={place / 'model'}",
         f"trainer.warm_start_steps={arguments.warm_start}",

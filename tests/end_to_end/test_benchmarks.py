@@ -38,12 +38,14 @@ SMALLEST = {
     "schedule.py": ["--stages", "4", "--milliseconds", "2", "--layers", "2", "--tokens", "16",
                     "--repeat", "1"],
     "random_schedules.py": ["--updates", "20"],
+    "critic_keeps_up.py": ["--seeds", "0", "--steps", "2", "--warm-start", "1", "--pretraining",
+                           "1", "--cases", "ppo@0", "no_dis@8", "pretrained"],
     "value_head.py": ["--seeds", "2", "--steps", "2", "--warm-start", "1", "--tasks", "reverse",
                       "--heads", "0", "0.02"],
 }  # fmt: skip
 LOOKED_AT = {
-    "checkpoint.py", "report.py", "rollout.py", "schedule.py", "simulate.py", "soak.py",
-    "sync_routes.py", "value_head.py", "weight_sync.py",
+    "checkpoint.py", "critic_keeps_up.py", "report.py", "rollout.py", "schedule.py", "simulate.py",
+    "soak.py", "sync_routes.py", "value_head.py", "weight_sync.py",
 }  # fmt: skip
 """Benchmarks with a separate test of their results."""
 SIMULATING = {"simulate.py", "simulate_layouts.py"}
@@ -144,11 +146,29 @@ def test_value_heads_are_compared_within_a_seed(tmp_path):
     assert (tmp_path / "result.svg").read_text().startswith("<?xml")
 
 
+def test_policies_on_old_samples_and_starts_of_the_critic_are_put_into_a_table(tmp_path):
+    result = smallest("critic_keeps_up.py", tmp_path)
+    lengths = {case: len(curves["reward"][0]) for case, curves in result["cases"].items()}
+    assert lengths == {"ppo@0": 2, "no_dis@8": 2, "pretrained": 1}
+    text = (tmp_path / "result.md").read_text()
+    assert text.count("| `no_dis@8` | 1 | ") == 1
+    assert text.count("Explained variance at step 1, `pretrained`, by seed: ") == 1
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")
+
+
 def test_schedules_with_waits_are_put_into_a_table(tmp_path):
     text = run_smallest("schedule.py", tmp_path / "result.md", "waits")
     rows = [line for line in text.splitlines() if line.startswith("| 4 |")]
     assert {row.split("|")[5].strip() for row in rows} == {"sequential", "fused", "flush_free"}
     assert len(rows) == 12
+
+
+def test_schedules_with_several_updates_of_the_critic_are_put_into_tables(tmp_path):
+    text = run_smallest("schedule.py", tmp_path / "result.md", "critic")
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    measured = [row for row in rows if len(row) == 11][2:]
+    assert [row[3:5] for row in measured] == [["1", "2"], ["1", "4"], ["4", "2"]] * 2
+    assert all(float(row[7]) > 1 for row in measured), "simulated: flush_free is faster"
 
 
 def test_schedules_with_real_models_are_put_into_a_table(tmp_path):
