@@ -108,6 +108,10 @@ def test_a_server_that_computes_nothing_is_lost_after_the_limit(url, tmp_path, k
     assert f"no answer within {LIMIT_S:.0f} s of its last progress" in outcome.lost[0]
 
 
+def _fails(api, job) -> None:
+    raise OSError("no space left")
+
+
 def _worker(rank: int, world: int, store: str, url: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -120,6 +124,8 @@ def _worker(rank: int, world: int, store: str, url: str) -> None:
         jobs = [[1]] if fleet.mine else []  # the other rank heads no server
         answered = requests.collect(jobs, lambda api, job: api.generate([job], {}), 1)
         assert len(answered) == len(jobs)
+        with pytest.raises(RuntimeError, match=r"rank \d: OSError: no space left"):
+            requests.collect(jobs, _fails, 1)  # on the rank without a request too
         fleet.sleep(("weights",))
         asleep_at = time.time()  # from here on this rank may use the memory
         api = fleet.client(f"{url}/busy")
