@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import yaml
@@ -202,7 +203,8 @@ def _describe_model(
     """Write what Megatron's loader, Megatron-LM and Megatron-Bridge read beside the tensors."""
     config = read_model_config(hf)
     write_checkpoint_index(release, index.tensors, index.objects, common_state(config))
-    content = run_config(config, dtype or _plain_dtype(hf) or config.dtype)
+    stored = cast("torch.dtype | None", config.dtype)  # transformers has converted its name
+    content = run_config(config, dtype or _plain_dtype(hf) or stored)
     if content is not None:
         (release / RUN_CONFIG).write_text(yaml.safe_dump(content, sort_keys=False))
 

@@ -40,7 +40,7 @@ def common_state(hf_config: Any) -> dict[str, object]:
     return {"checkpoint_version": 3.0, "iteration": 0, "args": arguments}
 
 
-def megatron_arguments(hf_config: Any) -> dict[str, object]:
+def megatron_arguments(hf_config: Any) -> dict[str, Any]:
     """The model's arguments by Megatron-LM's names.
 
     They include all that Megatron-LM's ``load_args_from_checkpoint`` (``--use-checkpoint-args``,

@@ -102,11 +102,11 @@ besides those of Megatron's configuration and ``yarn_*``."""
 
 
 def test_a_conversion_writes_both(tmp_path) -> None:
-    save("llama", tmp_path / "hf")
+    save("llama", tmp_path / "hf", torch.bfloat16)
     paths = ["--hf", str(tmp_path / "hf"), "--megatron", str(tmp_path / "megatron")]
     assert main(["hf-to-megatron", "--no-tokenizer", *paths]) == 0
     release = tmp_path / "megatron" / "release"
     model = yaml.safe_load((release / "run_config.yaml").read_text())["model"]
-    assert (model["num_layers"], model["hidden_size"], model["bf16"]) == (4, 64, False)
+    assert (model["num_layers"], model["hidden_size"], model["bf16"]) == (4, 64, True)
     common = torch.load(release / "common.pt", weights_only=False)
     assert common["args"].num_layers == 4

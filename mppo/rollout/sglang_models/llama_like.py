@@ -32,9 +32,10 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for layer, rotated in zip(self.model.layers, config.no_rope_layers, strict=True):
+        layers = cast("Any", self.model).layers
+        for layer, rotated in zip(layers, config.no_rope_layers, strict=True):
             if not rotated:
-                cast("Any", layer).self_attn.rotary_emb = _Unrotated()
+                layer.self_attn.rotary_emb = _Unrotated()
 
 
 EntryClass = [SeedOssForCausalLM, SmolLM3ForCausalLM]
