@@ -101,7 +101,7 @@ def scaled_sizes(document: Mapping[str, Any], world: int) -> dict[str, Any]:
 def _scaled_section(part: Any, world: int) -> Any:
     if not isinstance(part, Mapping):
         return part
-    scaled = {
+    scaled: dict[str, Any] = {
         key: min(value, 2) if key.endswith("micro_batch_size_per_gpu") and value else value
         for key, value in part.items()
     }
