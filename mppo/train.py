@@ -19,7 +19,7 @@ from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
-from mppo.trainer.start.checked_recipe import recipe_to_train
+from mppo.trainer.start.checked_recipe import recipe_to_train, scaled_recipe
 from mppo.trainer.start.user_parts import UserParts
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return exit_report.refuse_recipe(error)
     try:
-        recipe = recipe_to_train(arguments.config, arguments.overrides, info, guard)
+        given = arguments.config
+        if arguments.scale_down:
+            given = scaled_recipe(given, info)
+        recipe = recipe_to_train(given, arguments.overrides, info, guard)
     except ValueError as error:
         return exit_report.refuse_recipe(error, info.rank)
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
@@ -68,6 +71,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="recipe (YAML)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     add_plan_options(parser.add_argument_group("with --dry-run"))
+    small = "train 2 steps of the recipe's small twin: tiny model of the same family, built-in data"
+    parser.add_argument("--scale-down", action="store_true", help=small)
     quiet = "print no line per step: trainer.console=quiet"
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -78,6 +83,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config is None and not arguments.overrides:
         parser.error("give a recipe: --config recipe.yaml")
+    if arguments.scale_down and arguments.config is None:
+        parser.error("--scale-down needs a recipe: --config recipe.yaml")
+    if arguments.scale_down and arguments.dry_run:
+        parser.error("--scale-down runs the recipe's small twin: leave out --dry-run")
     if arguments.quiet:
         arguments.overrides.append("trainer.console=quiet")
     for option, why in _PLANNED.items():

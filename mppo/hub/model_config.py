@@ -37,18 +37,28 @@ class ModelConfigs:
         Raises:
             ConfigError: neither folder has a config.
         """
-        from mppo.hub.builtin import load_config, read_model_config
+        from mppo.hub.builtin import load_config
 
         name = str(path)
         if name not in self._read:
-            try:
-                self._read[name] = load_config(name, trust_remote_code)
-            except ConfigError:
-                shipped = None if Path(name).expanduser().exists() else self._shipped(name)
-                if shipped is None:
-                    raise
-                self._read[name] = read_model_config(shipped)
+            self._read[name] = load_config(self.folder(name), trust_remote_code)
         return self._read[name]
+
+    def folder(self, name: str) -> Path:
+        """The folder of a model, or the one in ``configs/`` that stands for it.
+
+        Raises:
+            ConfigError: neither folder has a config.
+        """
+        from mppo.hub.builtin import resolve_model
+
+        try:
+            return resolve_model(name)
+        except ConfigError:
+            shipped = None if Path(name).expanduser().exists() else self._shipped(name)
+            if shipped is None:
+                raise
+            return shipped
 
     def fetch(self, name: str, hub: Hub, weights: bool, trust_remote_code: bool) -> Path:
         """Download a model's config from its hub (``fetch_model``).

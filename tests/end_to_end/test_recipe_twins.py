@@ -12,6 +12,10 @@ from recipe_twins import scaled_down, write_home, write_twin
 
 from mppo.config.document import read_document
 from mppo.config.load import load_recipe
+from mppo.parallel.launch import discover
+from mppo.train import main
+from mppo.trainer.start.checked_recipe import checked_recipe
+from mppo.trainer.start.scaled_down import scale_down
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +67,48 @@ def test_the_twin_of_a_recipe_runs_two_steps(recipe, home, tmp_path):
             assert row["training/rollout_logprob_diff_max"] < 0.2
         by_model = [key for key in row if key.endswith("/rm_score/mean")]
         assert bool(by_model) == loaded.reward_model.in_use
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_recipe_scales_down_to_the_processes(world, tmp_path, monkeypatch):
+    monkeypatch.setenv("MPPO_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for recipe in GPU_RECIPES:
+        twin, lines = scale_down(recipe, world)
+        loaded = checked_recipe(twin, (), discover({}), world)
+        assert loaded.trainer.total_training_steps == 2
+        assert loaded.data.task == "arithmetic"
+        assert loaded.rollout.name == "local"
+        sizes = [role.megatron.tensor_model_parallel_size for role in loaded.roles()]
+        assert world % 2 == 0 or set(sizes) == {1}
+        assert any(line.startswith("scaled down: model.path: ") for line in lines)
+
+
+@pytest.mark.distributed
+def test_a_scaled_down_recipe_runs_with_nothing_prepared(tmp_path):
+    name = "qwen3_30b_a3b_gsm8k_math.yaml"
+    home = {"HOME": str(tmp_path), "MPPO_CACHE": str(tmp_path / "cache")}
+    rows = run_recipe(name, tmp_path / "run", "--scale-down", **home)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--scale-down", "actor.optim.lr=1e-6"], "needs a recipe"),
+        (["--scale-down", "--dry-run", "--config", "recipe.yaml"], "leave out --dry-run"),
+    ],
+)
+def test_scaling_down_needs_a_recipe_and_a_run(arguments, why, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(arguments)
+    assert refused.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_model_without_a_known_config_is_named(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: /nowhere/Model-7B}\ndata: {task: arithmetic}\n")
+    assert main(["--config", str(recipe), "--scale-down"]) == 2
+    assert "/nowhere/Model-7B" in capsys.readouterr().err

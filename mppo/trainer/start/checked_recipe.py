@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -103,6 +103,20 @@ def recipe_to_train(
     if remark and info.rank == 0:
         exit_report.say(remark)
     return recipe
+
+
+def scaled_recipe(given: Path, info: LaunchInfo) -> dict[str, Any]:
+    """The scaled-down twin of a recipe (``scale_down``); the first rank prints what it changed.
+
+    Raises:
+        ConfigError: the recipe is invalid, or the config of one of its models is not known.
+    """
+    from mppo.trainer.start.scaled_down import scale_down
+
+    twin, lines = scale_down(given, info.world_size)
+    for line in lines if info.rank == 0 else ():
+        exit_report.say(line)
+    return twin
 
 
 def planned_run(
