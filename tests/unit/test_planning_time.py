@@ -277,6 +277,18 @@ def test_a_deeper_pipeline_with_few_micro_batches_is_idle():
     assert update.spent["idle pipeline"] > 0.1 * update.seconds
 
 
+def test_roles_that_share_a_stream_fill_the_pipeline_once():
+    roles = [role_load(DENSE, pp=2), role_load(DENSE, name="critic", pp=2)]
+    apart, streamed = (
+        {phase.name: phase.seconds for phase in predict_step(load, PEAK).phases}
+        for load in (step_load(roles=roles), step_load(roles=roles, streamed=True))
+    )
+    micro_batches = RolePasses(PEAK, roles[1], SEQUENCES).measuring.count
+    filled = micro_batches / (micro_batches + 1)
+    assert streamed["values"] == pytest.approx(apart["values"] * filled)
+    assert streamed["old log-probabilities"] == apart["old log-probabilities"]
+
+
 def test_what_takes_the_most_binds_a_phase():
     phase = Phase("update", 3.0, {"compute": 1.0, "network": 2.0}, 1)
     assert phase.bound == "network"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schedule import schedule_kind
+from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
 from mppo.pipeline.microbatches import MicroBatchLimits
@@ -88,6 +88,7 @@ def recipe_load(
         world if colocated else world + servers * tp,
         copied=max(uses, default=0),
         overlapped=rollout.generates_ahead,
+        streamed=streams_forward(recipe),
     )
 
 

@@ -155,12 +155,14 @@ class RolePasses:
         """A backward pass of a micro-batch, by stage, recomputation included."""
         return [self._backward(stage) for stage in self._stages]
 
-    @cached_property
-    def measured(self) -> Cost:
-        """A forward-only pass over all sequences, on the slowest stage's rank; the pipeline is
-        filled once."""
+    def measured(self, fills: bool) -> Cost:
+        """A forward-only pass over all sequences, on the slowest stage's rank.
+
+        Args:
+            fills: it fills the pipeline; else it follows another pass through it.
+        """
         slowest = max(self.forward, key=lambda cost: cost.seconds)
-        return slowest * (self.measuring.count + self.load.layout.pp - 1)
+        return slowest * (self.measuring.count + fills * (self.load.layout.pp - 1))
 
     def operations(self) -> tuple[float, float]:
         """Operations of a forward-only pass and of an update, over all ranks."""

@@ -160,6 +160,7 @@ class StepLoad:
         gpus: number of all GPUs, those of generation included.
         copied: bytes that a rank copies from its host in a step.
         overlapped: generation runs beside training, on other GPUs.
+        streamed: forward-only passes of actor, critic and reference fill one pipeline together.
     """
 
     sequences: StepSequences
@@ -170,6 +171,7 @@ class StepLoad:
     gpus: int
     copied: float = 0.0
     overlapped: bool = False
+    streamed: bool = False
 
 
 def predict_step(load: StepLoad, kernels: Kernels) -> Prediction:
@@ -206,7 +208,10 @@ def predict_training(load: StepLoad, kernels: Kernels, simulated: bool = True) -
     """
     roles = {role.name: RolePasses(kernels, role, load.sequences) for role in load.roles}
     phases: list[Phase] = []
-    phases += [_measured(PASSES[name], roles[name]) for name in load.measured]
+    stream = [name for name in load.measured if name != "reward_model"] if load.streamed else []
+    phases += [
+        _measured(PASSES[name], roles[name], fills=name not in stream[1:]) for name in load.measured
+    ]
     phases += _updates(load, list(roles.values()), simulated)
     phases.append(_weight_sync(load.roles[0], kernels))
     if load.copied:
@@ -225,9 +230,9 @@ def _generation(found: GenerationTime, gpus: int) -> Phase:
     return Phase("generation", found.seconds, spent, gpus)
 
 
-def _measured(name: str, role: RolePasses) -> Phase:
-    """A pass over all sequences before the update."""
-    seconds, waiting = role.measured.seconds, "idle pipeline"
+def _measured(name: str, role: RolePasses, fills: bool) -> Phase:
+    """A pass over all sequences before the update, which may fill the pipeline first."""
+    seconds, waiting = role.measured(fills).seconds, "idle pipeline"
     stages = [_filled((cost * role.measuring.count).spent(), seconds, waiting)
               for cost in role.forward]  # fmt: skip
     busy = sum(cost.seconds for cost in role.forward) * role.measuring.count / len(stages)
