@@ -103,7 +103,8 @@ def _run(info, overrides: list[str], run_dir: Path) -> None:
     (run_dir / f"adam_{info.rank}.json").write_text(json.dumps(counts))
     with run.roles.placement.sending_weights():
         for role in roles:
-            role.weights.save(run_dir / role.name)
+            if role.name == "actor" or not run.roles.placement.moves_weights:
+                role.weights.save(run_dir / role.name)
         if run.roles.actor.weights.average is not None:
             run.roles.actor.weights.save_average(run_dir / "actor_ema")
     run.reporter.close()
