@@ -65,8 +65,9 @@ class Scorer:
         if isinstance(self.reward_function, RuleReward):
             first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
             has_verifier = self.reward_function.has_verifier
-            scored = [each for each in first.values() if not self.has_agent or has_verifier(each)]
-            self.reward_function.check(scored)
+            self.reward_function.check(
+                each for each in first.values() if not self.has_agent or has_verifier(each)
+            )
 
     def score(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Score responses with reward function and reward model, and shape the scores.
