@@ -37,11 +37,14 @@ class ModelConfigs:
         Raises:
             ConfigError: neither folder has a config.
         """
-        from mppo.hub.builtin import load_config
+        from mppo.hub.builtin import load_config, read_model_config
 
         name = str(path)
         if name not in self._read:
-            self._read[name] = load_config(self.folder(name), trust_remote_code)
+            try:
+                self._read[name] = load_config(name, trust_remote_code)
+            except ConfigError as missing:
+                self._read[name] = read_model_config(self._stand_in(name, missing))
         return self._read[name]
 
     def folder(self, name: str) -> Path:
@@ -54,11 +57,8 @@ class ModelConfigs:
 
         try:
             return resolve_model(name)
-        except ConfigError:
-            shipped = None if Path(name).expanduser().exists() else self._shipped(name)
-            if shipped is None:
-                raise
-            return shipped
+        except ConfigError as missing:
+            return self._stand_in(name, missing)
 
     def fetch(self, name: str, hub: Hub, weights: bool, trust_remote_code: bool) -> Path:
         """Download a model's config from its hub (``fetch_model``).
@@ -75,6 +75,17 @@ class ModelConfigs:
             if shipped is None:
                 raise
             return shipped
+
+    def _stand_in(self, name: str, missing: ConfigError) -> Path:
+        """The folder in ``configs/`` for a model that is not on this machine.
+
+        Raises:
+            ConfigError: there is none; ``missing``, the error of the model's own path.
+        """
+        shipped = None if Path(name).expanduser().exists() else self._shipped(name)
+        if shipped is None:
+            raise missing
+        return shipped
 
     def _shipped(self, name: str) -> Path | None:
         """The folder in ``configs/`` that stands for a model; None: there is none."""

@@ -116,8 +116,8 @@ def check_family(hf_config: Any) -> str:
 
 def check_model_type(model_type: Any) -> str:
     """``model_type`` itself. Raises as ``check_family``."""
-    if model_type in RENAMED:
-        family, why = RENAMED[model_type]
+    if str(model_type) in RENAMED:
+        family, why = RENAMED[str(model_type)]
         why, fix = f"{why}, but transformers has no such type", f"set it to {family} in config.json"
         raise refuse("model_type", model_type, why, fix)
     if model_type not in FAMILIES:

@@ -83,7 +83,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     check_regular_files(folder)
     content = read_json(folder / CONFIG)
     # with an auto_map the model has its own code, for which trust_remote_code is required
-    if "auto_map" not in content or content.get("model_type") in RENAMED:
+    if "auto_map" not in content or str(content.get("model_type")) in RENAMED:
         check_model_type(content.get("model_type"))
     check_numbers(content)
     generation = folder / GENERATION
