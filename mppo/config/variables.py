@@ -16,7 +16,7 @@ PROGRAM_VARIABLES: dict[str, str] = {
     "MPPO_CACHE": "folder of the embedded models; default: `~/.cache/mppo`",
     "MPPO_ROLLOUT_API_KEY": "key of the servers in `rollout.urls`, and of `mppo.serve`",
     "MPPO_REWARD_API_KEY": "key that clients of `mppo-serve-reward` must send",
-    "MPPO_JUDGE_API_KEY": "key that `mppo-evaluate --judge` sends to the judge",
+    "MPPO_JUDGE_API_KEY": "key that `mppo-evaluate` sends to the judge of `--judge URL`",
     "MPPO_SGLANG_THREADS": "CPU threads of an SGLang server; default: 1",
     "MPPO_TRACEBACK": "if set, every failure prints its traceback",
 }
