@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mppo.config.errors import printable
+from mppo.config.sections.registered import load_plugin_files
 from mppo.parallel.launch import discover, quiet_libraries
 from mppo.safety.redact import redacted_output
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     from mppo.supervision.rank_guard import RankGuard
 
     try:
+        load_plugin_files(arguments.plugin)
         info = discover()
         guard = RankGuard(info)
         if info.world_size == 1:
@@ -126,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--checksums", action="store_true", help="print a checksum per tensor")
     inspect_ = commands.add_parser("inspect", help="list what a folder holds")
     inspect_.add_argument("path", type=Path)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--plugin", action="append", default=[], metavar="FILE",
+            help="a Python file that adds the model's family (docs/adding_a_family.md)",
+        )  # fmt: skip
     return parser
 
 

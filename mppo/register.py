@@ -6,12 +6,14 @@ A plugin is a Python file that ``trainer.plugins`` names. Its decorators add fun
     @mppo.register.policy_loss("name")    actor.policy_loss.loss_mode
     @mppo.register.verifier("name")       reward.verifier, data.sources.*.verifier
     @mppo.register.metric("name")         a metric of every step
+    @mppo.register.family("name")         a model family, by config.json's model_type
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -114,6 +116,8 @@ class Registry(Mapping[str, Any]):
         def call(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
+            except InputError:
+                raise  # it says itself what to do
             except Exception as error:
                 if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
                     raise
@@ -121,6 +125,65 @@ class Registry(Mapping[str, Any]):
                 raise InputError(f"{what}; correct it") from error
 
         return call
+
+
+@dataclass(frozen=True)
+class FamilyTraits:
+    """What a plugin's family has beside its architecture.
+
+    Args:
+        like: the family of mppo whose keys of config.json, sizes and tensor names it has.
+        names: its tensors' names (``mppo.weights.names.HFNames``); None: those of ``like``.
+        sizes: from its config to the fields of ``mppo.weights.shape.ModelShape`` that differ.
+        served: what SGLang supports (``mppo.rollout.sglang.model_support.Served``); None: nothing
+            is known, and only the local engine generates.
+    """
+
+    like: str
+    names: Any = None
+    sizes: Callable[[Any], Mapping[str, Any]] = lambda hf_config: {}
+    served: Any = None
+
+
+class Families(Registry):
+    """Model families by ``model_type``: from config and sizes to ``FamilyConfig``."""
+
+    def __init__(self, own: tuple[str, ...]) -> None:
+        super().__init__("model family", own, ("hf_config", "shape"))
+        self._traits: dict[str, FamilyTraits] = {}
+
+    def __call__(
+        self, name: str, like: str = "llama", **traits: Any
+    ) -> Callable[[Function], Function]:
+        """Make the decorator that adds a family.
+
+        Args:
+            name: config.json's ``model_type``.
+            like, traits: see ``FamilyTraits``.
+
+        Raises:
+            RegistrationError: as of a registry; or mppo has no family ``like``, or no such trait.
+        """
+        if like not in self.own:
+            why = f"the model family {name!r} is like {like!r}, which mppo does not have"
+            raise RegistrationError(why, f"name one of {', '.join(self.own)}")
+        try:
+            found = FamilyTraits(like, **traits)
+        except TypeError as error:
+            why = f"the model family {name!r}: {error}"
+            raise RegistrationError(why, "give like, names, sizes or served") from error
+        add = super().__call__(name)
+
+        def add_with_traits(function: Function) -> Function:
+            add(function)
+            self._traits[name] = found
+            return function
+
+        return add_with_traits
+
+    def traits(self, name: str) -> FamilyTraits:
+        """Those of a plugin's family; one of mppo's own is like itself."""
+        return self._traits[name] if name in self._origins else FamilyTraits(name)
 
 
 estimator = Registry(
@@ -151,5 +214,11 @@ metric = Registry(
     ("data",),
 )
 """See ``mppo.trainer.metrics.Metric``."""
+family = Families(
+    ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe", "qwen3_moe",
+     "gpt_neox", "opt", "glm4", "glm4_moe", "seed_oss", "smollm3", "deepseek_v2", "deepseek_v3",
+     "glm4_moe_lite")
+)  # fmt: skip
+"""See ``mppo.models.families.architectures.Builder``."""
 
-REGISTRIES: tuple[Registry, ...] = (estimator, policy_loss, verifier, metric)
+REGISTRIES: tuple[Registry, ...] = (estimator, policy_loss, verifier, metric, family)

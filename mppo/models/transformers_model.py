@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 
 from mppo.models.families.activations import activation_name
 from mppo.models.families.rope import mla_scale_factor
-from mppo.weights.shape import check_family, model_shape
+from mppo.weights.shape import check_family, family_like, model_shape
 
 WIDE_BUFFER = "e_score_correction_bias"
 """Suffix of the routing biases, which are float32 whatever the model's dtype."""
@@ -75,7 +75,7 @@ def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     config = copy.deepcopy(config)
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = model_shape(config).head_dim
-    setattr(config, _ACTIVATION.get(config.model_type, "hidden_act"), activation_name(config))
+    setattr(config, _ACTIVATION.get(family_like(config), "hidden_act"), activation_name(config))
     arguments = {"config": config, "dtype": dtype, "attn_implementation": attention}
     if not _has_grouped_product(config, dtype):
         arguments["experts_implementation"] = "eager"

@@ -45,7 +45,7 @@ class ModelKind:
     @property
     def float32_norms(self) -> bool:
         """Whether norms compute in float32: those with zero-centred weights (Gemma) do here."""
-        return self.shape.model_type.startswith("gemma") and not self.transformer_engine
+        return self.shape.like.startswith("gemma") and not self.transformer_engine
 
 
 def model_kind(hf_config: Any, shape: ModelShape, active_experts: int) -> ModelKind:

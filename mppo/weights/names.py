@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mppo import register
+
 
 @dataclass(frozen=True)
 class HFNames:
@@ -95,4 +97,5 @@ _OTHERS = {
 
 def hf_names(model_type: str) -> HFNames:
     """The names of a family."""
-    return _OTHERS.get(model_type, _LLAMA)
+    traits = register.family.traits(model_type)
+    return traits.names or _OTHERS.get(traits.like, _LLAMA)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mppo import register
 from mppo.safety.input_error import InputError
 from mppo.weights.refused_families import DIFFERENT, RENAMED
 
-GQA_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral", "qwen2_moe",
-                "qwen3_moe", "gpt_neox", "opt", "glm4", "glm4_moe", "seed_oss",
-                "smollm3")  # fmt: skip
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = GQA_FAMILIES + MLA_FAMILIES
+FAMILIES = register.family.own
 _SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
 """Mixtures with shared experts and dense first layers under DeepSeek's keys."""
 _PLAIN_FAMILIES = ("gpt_neox", "opt")
@@ -85,6 +83,16 @@ class ModelShape:
     mla: MLAShape | None = None
     value_bins: int = 1
 
+    @property
+    def like(self) -> str:
+        """The family of mppo whose rules hold: the model's own, or that of a plugin's family."""
+        return register.family.traits(self.model_type).like
+
+
+def family_like(hf_config: Any) -> str:
+    """As ``ModelShape.like``, for a config of a family that is supported."""
+    return register.family.traits(hf_config.model_type).like
+
 
 def refuse(key: str, value: Any, why: str, fix: str) -> InputError:
     """The error for an unsupported config: key, value, why, fix."""
@@ -120,11 +128,12 @@ def check_model_type(model_type: Any) -> str:
         family, why = RENAMED[str(model_type)]
         why, fix = f"{why}, but transformers has no such type", f"set it to {family} in config.json"
         raise refuse("model_type", model_type, why, fix)
-    if model_type not in FAMILIES:
+    if model_type not in register.family.names:
         why = DIFFERENT.get(str(model_type), "this family is not supported")
         raise refuse(
             "model_type", model_type, why,
-            f"use one of {', '.join(FAMILIES)} (docs/adding_a_family.md says how to add one)",
+            f"use one of {', '.join(register.family.names)} (docs/adding_a_family.md says how to "
+            "add one)",
         )  # fmt: skip
     return model_type
 
@@ -161,14 +170,14 @@ def max_positions(hf_config: Any) -> int | None:
 
 def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
     """Return which decoder layers are mixtures of experts, one entry per layer."""
-    count, model_type = hf_config.num_hidden_layers, hf_config.model_type
-    if model_type == "mixtral":
+    count, like = hf_config.num_hidden_layers, family_like(hf_config)
+    if like == "mixtral":
         return (True,) * count
-    if model_type in ("qwen2_moe", "qwen3_moe"):
+    if like in ("qwen2_moe", "qwen3_moe"):
         step = getattr(hf_config, "decoder_sparse_step", None) or 1
         dense = set(getattr(hf_config, "mlp_only_layers", None) or ())
         return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
-    if model_type in _SHARED_FAMILIES:
+    if like in _SHARED_FAMILIES:
         if getattr(hf_config, "n_routed_experts", None) is None:
             return (False,) * count
         first = _first_dense_layers(hf_config)
@@ -184,7 +193,7 @@ def sparse_layers(hf_config: Any) -> tuple[bool, ...]:
 
 def _first_dense_layers(hf_config: Any) -> int:
     """Dense layers before the first mixture of experts; GLM-4.7-Flash lists the kind of each."""
-    if hf_config.model_type != "glm4_moe_lite":
+    if family_like(hf_config) != "glm4_moe_lite":
         return getattr(hf_config, "first_k_dense_replace", None) or 0
     kinds = list(required(hf_config, "mlp_layer_types"))
     first = kinds.count("dense")
@@ -200,7 +209,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     """Sizes of the model a config describes.
 
     Args:
-        hf_config: a transformers config object of one of ``FAMILIES``.
+        hf_config: a transformers config object of one of ``FAMILIES``, or of a plugin's family.
 
     Returns:
         The sizes.
@@ -208,11 +217,12 @@ def model_shape(hf_config: Any) -> ModelShape:
     Raises:
         ValueError: the family is not supported, or a size is missing or not divisible.
     """
-    model_type = check_family(hf_config)
+    traits = register.family.traits(check_family(hf_config))
+    like = traits.like
     heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     sparse = sparse_layers(hf_config)
-    mla = _mla_shape(hf_config) if model_type in MLA_FAMILIES else None
+    mla = _mla_shape(hf_config) if like in MLA_FAMILIES else None
     if mla is not None:
         kv_heads = heads
     if heads % kv_heads:
@@ -221,11 +231,11 @@ def model_shape(hf_config: Any) -> ModelShape:
             "correct one of the two",
         )  # fmt: skip
     head_dim = None if mla else getattr(hf_config, "head_dim", None)
-    bias_key, usual = QKV_BIAS_KEYS.get(model_type, (None, model_type == "qwen2"))
+    bias_key, usual = QKV_BIAS_KEYS.get(like, (None, like == "qwen2"))
     qkv_bias = usual if bias_key is None else bool(getattr(hf_config, bias_key, usual))
-    plain, learned = model_type in _PLAIN_FAMILIES, model_type == "opt"
-    return ModelShape(
-        model_type=model_type,
+    plain, learned = like in _PLAIN_FAMILIES, like == "opt"
+    shape = ModelShape(
+        model_type=hf_config.model_type,
         num_layers=required(hf_config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
@@ -235,9 +245,9 @@ def model_shape(hf_config: Any) -> ModelShape:
         vocab=required(hf_config, "vocab_size"),
         tied=bool(getattr(hf_config, "tie_word_embeddings", False)),
         qkv_bias=plain or qkv_bias,
-        qk_norm=model_type in ("qwen3", "qwen3_moe")
-        or (model_type == "glm4_moe" and bool(getattr(hf_config, "use_qk_norm", False))),
-        sandwich_norms=model_type in ("gemma2", "glm4"),
+        qk_norm=like in ("qwen3", "qwen3_moe")
+        or (like == "glm4_moe" and bool(getattr(hf_config, "use_qk_norm", False))),
+        sandwich_norms=like in ("gemma2", "glm4"),
         sparse_layers=sparse,
         extra_layers=getattr(hf_config, "num_nextn_predict_layers", None) or 0,
         gated=not plain,
@@ -245,8 +255,9 @@ def model_shape(hf_config: Any) -> ModelShape:
         **(_learned_positions(hf_config) if learned else {}),
         mla=mla,
         value_bins=getattr(hf_config, VALUE_BINS, 1),
-        **(_expert_sizes(hf_config) if any(sparse) else {}),
+        **(_expert_sizes(hf_config, like) if any(sparse) else {}),
     )
+    return replace(shape, **traits.sizes(hf_config))
 
 
 def with_value_bins(hf_config: Any, bins: int) -> Any:
@@ -273,22 +284,21 @@ def _mla_shape(hf_config: Any) -> MLAShape:
     )
 
 
-def _expert_sizes(hf_config: Any) -> dict[str, Any]:
-    model_type = hf_config.model_type
-    if model_type == "mixtral":
+def _expert_sizes(hf_config: Any, like: str) -> dict[str, Any]:
+    if like == "mixtral":
         return {
             "num_experts": required(hf_config, "num_local_experts"),
             "expert_ffn": required(hf_config, "intermediate_size"),
         }
     width = required(hf_config, "moe_intermediate_size")
-    if model_type in _SHARED_FAMILIES:
+    if like in _SHARED_FAMILIES:
         return {
             "num_experts": required(hf_config, "n_routed_experts"),
             "expert_ffn": width,
             "shared_ffn": width * (getattr(hf_config, "n_shared_experts", None) or 0),
-            "expert_bias": model_type != "deepseek_v2",
+            "expert_bias": like != "deepseek_v2",
         }
-    shared = model_type == "qwen2_moe"
+    shared = like == "qwen2_moe"
     return {
         "num_experts": required(hf_config, "num_experts"),
         "expert_ffn": width,

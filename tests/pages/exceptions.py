@@ -5,6 +5,8 @@ Every entry must match a block: ``test_pages`` fails for one that does not.
 
 from __future__ import annotations
 
+import sys
+
 from pages.blocks import ROOT
 from pages.world import RECIPE
 
@@ -60,11 +62,19 @@ SMALL: dict[str, str] = {
 BASES: dict[str, str] = {"docs/adding_a_reward.md": RECIPE}
 """By page: the keys, as YAML, that its snippets of recipes take for granted, not ``BASE``."""
 
+_TESTS = ":".join(
+    f"{ROOT}/{folder}" for folder in ("", "tests", "tests/support", "tests/distributed")
+)
 PROOFS: dict[str, str] = {
     "docs/adding_a_reward.md": "python mppo/train.py --config snippet.yaml "
     "trainer.default_local_dir=run trainer.total_training_steps=1 trainer.save_freq=-1 "
     "&& grep -q reward/arithmetic/correct/mean run/metrics.jsonl",
-    "docs/adding_a_family.md": f"$PAGE_PYTHON {ROOT}/tests/pages/family_check.py ernie4_5",
+    "docs/adding_a_family.md": f"PYTHONPATH={_TESTS} {sys.executable} "
+    f"{ROOT}/tests/pages/family_check.py ernie.py && "
+    "OPTIONS='--config small.yaml trainer.plugins=[ernie.py] trainer.total_training_steps=1 "
+    "trainer.save_freq=-1 trainer.default_local_dir=run' && python mppo/plan.py $OPTIONS && "
+    "python mppo/train.py $OPTIONS && python mppo/evaluate.py $OPTIONS model.path=run/actor && "
+    "python -m checkpoints_convert hf-to-megatron --plugin ernie.py --hf small --megatron made",
 }
 """By page: a command that shows, after all blocks, that the page's example works."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import jsonschema
 import yaml
 from pages.blocks import Block, settings_of, steps_of
-from pages.edits import apply_diff, fresh_python
 from pages.exceptions import BASES, NAMES, NOT_RUN, TOLERANCES
 from pages.output import Output
 from pages.world import shell
@@ -51,8 +50,6 @@ class PageRun:
             return self._yaml(block)
         if block.language == "python":
             return self._run_python(block)
-        if block.language == "diff":
-            return self._edit(block)
         if block.is_shell:
             return self._run(block)
         if self._output is not None:
@@ -101,15 +98,6 @@ class PageRun:
         if code:
             return [f"as a recipe:\n{output[-3000:]}"]
         return [f"by the JSON schema: {e.message}" for e in _schema().iter_errors(content)]
-
-    def _edit(self, block: Block) -> list[str]:
-        """Apply a change; later commands of the page use the changed code."""
-        try:
-            apply_diff(self._folder, block.text)
-        except ValueError as error:
-            return [str(error)]
-        self._environment |= fresh_python(self._folder)
-        return []
 
     def proof(self, command: str) -> list[str]:
         """What a command says against the page's example, after all blocks."""

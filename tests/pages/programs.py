@@ -59,8 +59,6 @@ def python(arguments: list[str], ranks: int = 1, nodes: int = 1) -> int:
     option, *rest = arguments
     in_folder = option not in ("-c", "-m")
     sys.path.insert(0, str(Path(option).parent.resolve()) if in_folder else os.getcwd())
-    if option == "-c" and "PAGE_PYTHON" in os.environ:
-        return _fresh(arguments)
     if option == "-c":
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<page>", "exec"), {"__name__": "__main__"})
@@ -86,8 +84,6 @@ def run_module(module: str, arguments: list[str], ranks: int = 1, nodes: int = 1
 
 def main_of(module: str, arguments: Sequence[str]) -> int:
     """The module as ``python -m`` runs it; its exit code."""
-    if "PAGE_PYTHON" in os.environ:
-        return _fresh(["-m", module, *arguments])
     folder = ROOT / module.replace(".", "/")
     sys.argv = [module, *arguments]
     try:
@@ -97,11 +93,6 @@ def main_of(module: str, arguments: Sequence[str]) -> int:
             print(stop.code, file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
-
-
-def _fresh(arguments: Sequence[str]) -> int:
-    """A new interpreter, for a page that changes the code (``edits``)."""
-    return subprocess.run([os.environ["PAGE_PYTHON"], *arguments]).returncode
 
 
 def on_ranks(module: str, arguments: Sequence[str], ranks: int) -> int:

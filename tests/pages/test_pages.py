@@ -132,7 +132,6 @@ def test_every_block_of_a_page_runs(page, run_of):
         ("yaml", "actor: {ppo_mini_batch: 3}", "no such key"),
         ("yaml", "actor: {optim: {lr: 1e-6}}", "by the JSON schema"),  # a text in YAML
         ("python", "import mppo.nothing", "ModuleNotFoundError"),
-        ("diff", "--- a/mppo/serve.py\n+++ b/mppo/serve.py\n@@\n-no such line\n", "0 times"),
     ],
 )
 def test_what_is_wrong_on_a_page_is_found(language, text, why, run_of):

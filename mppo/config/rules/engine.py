@@ -209,7 +209,7 @@ def server_builds_the_models_layers(context: RuleContext) -> Iterator[ConfigIssu
     if context.recipe.rollout.name != "sglang" or shape is None:
         return
     dense = shape.num_layers - sum(shape.sparse_layers)
-    if shape.model_type in ("qwen2_moe", "qwen3_moe") and dense:
+    if shape.like in ("qwen2_moe", "qwen3_moe") and dense:
         yield ConfigIssue(
             "rollout.name",
             "sglang",

@@ -4,13 +4,13 @@ such names before a recipe is checked."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from mppo.config.errors import ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.register import REGISTRIES, RegistrationError, Registry
 from mppo.safety.python_file import describe_error, import_file
 
@@ -52,6 +52,16 @@ def load_plugins(document: Mapping[str, Any]) -> list[ConfigIssue]:
     return [issue for issue in found if issue is not None]
 
 
+def load_plugin_files(names: Sequence[str]) -> None:
+    """Execute plugins that a program without a recipe is given.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    if issues := load_plugins({"trainer": {"plugins": list(names)}}):
+        raise ConfigError(issues, source="--plugin")
+
+
 def _load(name: str) -> ConfigIssue | None:
     path = os.path.realpath(os.path.expanduser(os.path.expandvars(name)))
     for registry in REGISTRIES:
@@ -68,7 +78,8 @@ def _load(name: str) -> ConfigIssue | None:
         return ConfigIssue(KEY, name, why, "correct the file")
     if _count() > before:
         return None
-    fix = "decorate its functions with @mppo.register.estimator, policy_loss, verifier or metric"
+    kinds = "estimator, policy_loss, verifier, metric or family"
+    fix = f"decorate its functions with @mppo.register.{kinds}"
     return ConfigIssue(KEY, name, "it registers nothing", f"{fix}, as docs/python_api.md shows")
 
 

@@ -33,8 +33,8 @@ class TrainerConfig(Section):
     default_local_dir: str | None = None
     """The run folder. null: ``runs/<experiment_name>``."""
     plugins: tuple[str, ...] = ()
-    """Python files that add estimators, policy losses, verifiers and metrics (``mppo.register``).
-    Every rank executes them before the recipe is checked."""
+    """Python files that add estimators, policy losses, verifiers, metrics and model families
+    (``mppo.register``). Every rank executes them before the recipe is checked."""
     total_epochs: int = Field(default=1, gt=0)
     """Passes over the training prompts, where ``total_training_steps`` is null."""
     total_training_steps: int | None = Field(default=None, gt=0)

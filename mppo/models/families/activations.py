@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mppo.weights.shape import refuse
+from mppo.weights.shape import family_like, refuse
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def activation_name(hf_config: Any) -> str:
     """
     key = activation_key(hf_config)
     name = getattr(hf_config, key, None)
-    if hf_config.model_type == "gemma" and key == "hidden_act" and name == "gelu":
+    if family_like(hf_config) == "gemma" and key == "hidden_act" and name == "gelu":
         name = "gelu_pytorch_tanh"
     if name not in ACTIVATIONS:
         raise refuse(key, name, "not supported", f"use one of {', '.join(ACTIVATIONS)}")

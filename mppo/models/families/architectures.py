@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from mppo import register
 from mppo.models.families.family import FamilyConfig, family_of
 from mppo.models.families.rope import mla_rope, plain_rope
+from mppo.safety.input_error import InputError
 from mppo.weights.shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 
 MLA_NORM_EPSILON = 1e-6
@@ -36,7 +38,13 @@ def family_config(hf_config: Any) -> FamilyConfig:
     shape = model_shape(hf_config)
     _check_biases(hf_config, shape)
     _check_quantization(hf_config)
-    return BUILDERS[shape.model_type](hf_config, shape)
+    family = register.family[shape.model_type](hf_config, shape)
+    if not isinstance(family, FamilyConfig):
+        raise InputError(
+            f"the model family {shape.model_type!r} returned {type(family).__name__}; return a "
+            "FamilyConfig, such as llama(hf_config, shape) of mppo.models.families.architectures"
+        )
+    return family
 
 
 def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
@@ -226,7 +234,9 @@ def _with_sigmoid_router(family: FamilyConfig, hf_config: Any, shape: ModelShape
     return replace(family, transformer_kwargs=family.transformer_kwargs | router)
 
 
-BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
+Builder = Callable[[Any, ModelShape], FamilyConfig]
+"""From a transformers config and the sizes read from it to the architecture."""
+_OWN: dict[str, Builder] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": llama,
@@ -246,6 +256,7 @@ BUILDERS: dict[str, Callable[[Any, ModelShape], FamilyConfig]] = {
     "seed_oss": seed_oss,
     "smollm3": smollm3,
 }
+register.family.fill(_OWN)
 
 
 def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
@@ -314,9 +325,9 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None)
     unused = getattr(hf_config, "use_sliding_window", True) is False
-    if not size or unused or shape.model_type in ("llama", "gemma"):
+    if not size or unused or shape.like in ("llama", "gemma"):
         return None, ()
-    if shape.model_type in ("mistral", "mixtral", "qwen3_moe"):
+    if shape.like in ("mistral", "mixtral", "qwen3_moe"):
         return int(size), (True,) * shape.num_layers
     kinds = list(kinds or ["full_attention"] * shape.num_layers)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
@@ -351,8 +362,8 @@ def _check_biases(hf_config: Any, shape: ModelShape) -> None:
                 )  # fmt: skip
         return
     for key in ("attention_bias", "attention_out_bias", "mlp_bias"):
-        own = ("attention_bias",) if shape.model_type == "qwen2" else ()
-        if key in QKV_BIAS_KEYS.get(shape.model_type, own):
+        own = ("attention_bias",) if shape.like == "qwen2" else ()
+        if key in QKV_BIAS_KEYS.get(shape.like, own):
             continue  # the family has these for queries, keys and values only
         if getattr(hf_config, key, False):
             raise refuse(

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from mppo.safety.input_error import InputError
-from mppo.weights.shape import refuse, rope_parameters
+from mppo.weights.shape import family_like, refuse, rope_parameters
 
 _PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")
 """Families whose heads may be rotated in part: the first ``partial_rotary_factor`` of each."""
@@ -141,7 +141,8 @@ def _factor(hf_config: Any, rope: dict[str, Any]) -> float:
 def _checked(hf_config: Any) -> dict[str, Any]:
     rope = rope_parameters(hf_config)
     part = rope.get("partial_rotary_factor", 1.0)
-    partial = hf_config.model_type in _PARTLY_ROTATED and rope["rope_type"] in ("default", "linear")
+    partial = family_like(hf_config) in _PARTLY_ROTATED
+    partial = partial and rope["rope_type"] in ("default", "linear")
     if part != 1.0 and not partial:
         raise refuse(
             "rope_parameters.partial_rotary_factor", part,

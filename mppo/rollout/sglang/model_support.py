@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mppo import register
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
@@ -22,7 +23,13 @@ from mppo.models.families.activations import ACTIVATIONS, activation_key
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
-from mppo.weights.shape import MLA_FAMILIES, ModelShape, model_shape, rope_parameters
+from mppo.weights.shape import (
+    MLA_FAMILIES,
+    ModelShape,
+    family_like,
+    model_shape,
+    rope_parameters,
+)
 
 _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -162,7 +169,7 @@ def _rope(hf_config: Any) -> dict[str, Any]:
     stated = rope_parameters(hf_config)
     kept = ("rope_type", "rope_theta", "partial_rotary_factor")
     common = {key: stated[key] for key in kept if key in stated}
-    if hf_config.model_type in MLA_FAMILIES:
+    if family_like(hf_config) in MLA_FAMILIES:
         latent = mla_rope(hf_config)
         kept = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
         kept += ("mscale_all_dim",)
@@ -199,11 +206,17 @@ def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[Conf
     if recipe.rollout.name != "sglang":
         return
     actor, shape = family_config(hf_config), model_shape(hf_config)
+    served = SERVED.get(shape.model_type) or register.family.traits(shape.model_type).served
+    if served is None:
+        why = f"its plugin does not say what SGLang supports in a {shape.model_type}"
+        fix = "register the family with served=, or set rollout.name to local"
+        yield ConfigIssue("rollout.name", "sglang", why, fix)
+        return
     longest = recipe.data.max_prompt_length + recipe.data.max_response_length
     found = [
-        *_layer_differences(hf_config, actor, shape),
-        *_window_differences(hf_config, actor, longest),
-        *_unknown_settings(hf_config, shape.model_type),
+        *_layer_differences(hf_config, actor, shape, served),
+        *_window_differences(hf_config, actor, longest, served),
+        *_unknown_settings(hf_config, served),
     ]
     for key, value, why, fix in found:
         why = f"config.json says {key} = {value!r}, and SGLang 0.5 {why}"
@@ -221,10 +234,10 @@ Difference = tuple[str, Any, str, str]
 
 
 def _layer_differences(
-    hf_config: Any, actor: FamilyConfig, shape: ModelShape
+    hf_config: Any, actor: FamilyConfig, shape: ModelShape, served: Served
 ) -> Iterator[Difference]:
     """Differences in activation, positions, head width, tied embeddings, and the cap of logits."""
-    served, family = SERVED[shape.model_type], shape.model_type
+    family = shape.model_type
     if actor.activation not in served.activations:
         key = activation_key(hf_config)
         why = f"computes {' or '.join(served.activations)} in a {family}"
@@ -252,11 +265,13 @@ def _layer_differences(
         )
 
 
-def _window_differences(hf_config: Any, actor: FamilyConfig, longest: int) -> Iterator[Difference]:
+def _window_differences(
+    hf_config: Any, actor: FamilyConfig, longest: int, served: Served
+) -> Iterator[Difference]:
     """Layers in which only one of SGLang and the actor slides a window, if sequences exceed it."""
     ours = actor.layer_windows
     size = getattr(hf_config, "sliding_window", None)
-    every_other = SERVED[actor.model_type].every_other_window
+    every_other = served.every_other_window
     theirs = [size if every_other and not i % 2 else None for i in range(len(ours))]
     other = [i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]]
     if other and size is not None and size < longest:
@@ -267,11 +282,16 @@ def _window_differences(hf_config: Any, actor: FamilyConfig, longest: int) -> It
         yield "sliding_window", size, why, lower
 
 
-def _unknown_settings(hf_config: Any, family: str) -> Iterator[Difference]:
-    for key, neutral in SERVED[family].reads.items():
+def _unknown_settings(hf_config: Any, served: Served) -> Iterator[Difference]:
+    for key, neutral in served.reads.items():
         value = getattr(hf_config, key, None)
         if value is not None and value != neutral:
-            yield key, value, f"applies it in a {family}, while the actor has no such setting", ""
+            yield (
+                key,
+                value,
+                f"applies it in a {hf_config.model_type}, while the actor has no such setting",
+                "",
+            )
 
 
 def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[ConfigIssue]:
