@@ -95,7 +95,7 @@ def train(
     set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     parts = UserParts(reward, agent, Callbacks(callbacks))
     info, guard = start_guarded()
-    checked = recipe_to_train(recipe, parts.overrides(), info, guard)
+    checked = recipe_to_train(recipe, parts.overrides(), info, guard, parts)
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
     from mppo.trainer.start.session import train_and_export
 

@@ -234,33 +234,29 @@ def _read_reports(text: str) -> list[NodeReport]:
 def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
     # imported here: `collect` runs on every node and does not need them
     from mppo.config.checks import load_checked
-    from mppo.hub.builtin import read_model_config, resolve_model
-    from mppo.hub.check_weights import check_weights
     from mppo.hub.data_sets import fetch_data_set
     from mppo.hub.download import fetch_model
-    from mppo.models.overrides import override_issues
-    from mppo.planning.disk import disk_warning, free_bytes
-    from mppo.planning.plan import plan_roles
-    from mppo.rollout.sglang.model_support import engine_issues
     from mppo.supervision import exit_report
-    from mppo.trainer.start.user_code import check_user_inputs
+    from mppo.trainer.start.checked_recipe import check_engine, check_role, read_config
+    from mppo.trainer.start.user_code import input_issues
 
-    def read(path: str):
-        return read_model_config(resolve_model(path))
-
+    remarks: list[str] = []
     recipe = load_checked(
         config,
         overrides,
         world_size,
-        read,
-        role_checks=(override_issues, check_weights),
-        engine_check=partial(engine_issues, on_cpu=False),  # this node may not be one of the job's
+        read_config,
+        role_checks=(check_role,),
+        engine_check=partial(check_engine, on_cpu=False),  # this node may not be one of the job's
         fetch_model=fetch_model,
         fetch_data_set=fetch_data_set,
+        check_inputs=partial(input_issues, remarks=remarks),
     )
-    remarks: list[str] = []
-    check_user_inputs(recipe, remarks)
-    plans = plan_roles(recipe, world_size, {role.name: read(role.path) for role in recipe.roles()})
+    from mppo.planning.disk import disk_warning, free_bytes
+    from mppo.planning.plan import plan_roles
+
+    found = {role.name: read_config(role.path) for role in recipe.roles()}
+    plans = plan_roles(recipe, world_size, found)
     steps, free = recipe.trainer.total_training_steps, free_bytes(recipe.trainer.run_dir)
     if warning := disk_warning(recipe, plans, steps, free):
         remarks.append(f"warning: {warning}")

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.engine import ConversationEngine
-from mppo.agents.function import AgentFunction, CallableAgent
-from mppo.agents.hosted_function import HostedFunction, check_function
+from mppo.agents.function import AgentFunction, CallableAgent, check_agent
+from mppo.agents.hosted_function import HostedFunction
 from mppo.agents.program import CommandProgram, Program
 from mppo.agents.turn_text import TurnText
 from mppo.config.schema import Recipe
@@ -44,7 +44,7 @@ def _program(config: AgentConfig) -> Program:
     if config.command is not None:
         return CommandProgram(config.command)
     assert config.run is not None, "a rule has checked it"
-    check_function(config.run, config.arguments)
+    check_agent(config)
     return HostedFunction(config.run, config.arguments, config.processes)
 
 

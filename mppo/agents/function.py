@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.in_worker import answers_of, is_async, load_in_worker, make_agent
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.agent import AgentConfig, ToolConfig
-from mppo.rewards.function import import_callable
 from mppo.rewards.result import NoScore
-from mppo.rewards.workers.pool import Result, WorkerPool
+from mppo.rewards.workers.named_code import import_callable
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.worker import ScoringTask
 from mppo.safety.python_file import describe_error
 
-KEY = "rollout.agent.path"
+if TYPE_CHECKING:
+    from mppo.rewards.workers.pool import Result, WorkerPool
+
+KEY, RUN_KEY = "rollout.agent.path", "rollout.agent.run"
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """Types of JSON schema."""
 _FROM_ROW = ("ground_truth", "extra_info")
@@ -55,6 +58,8 @@ class AgentFunction:
 
     @cached_property
     def _pool(self) -> WorkerPool:
+        from mppo.rewards.workers.pool import WorkerPool  # it imports torch
+
         config = self._config
         loader = f"{load_in_worker.__module__}:load_in_worker"
         arguments = (str(config.path), config.call_arguments, config.timeout_s)
@@ -110,6 +115,33 @@ class CallableAgent:
         if isinstance(found, BaseException):
             return describe_error(found)
         return Reply.from_json(found.text)
+
+
+def check_agent(config: AgentConfig) -> None:
+    """Import an agent and its tools once, in this process, and look at their parameters.
+
+    Raises:
+        ConfigError: the agent cannot be imported, or does not accept its arguments.
+    """
+    if config.run is not None:
+        _check_program(config.run, config.arguments)
+    elif config.path is not None:
+        _check(config)
+
+
+def _check_program(name: str, arguments: Mapping[str, Any]) -> None:
+    if find_spec("openai") is None:
+        fix = 'pip install "mppo[agents]"'
+        raise ConfigError([ConfigIssue(RUN_KEY, name, "its client needs the package openai", fix)])
+    found = import_callable(RUN_KEY, name, "agent", "name a coroutine function of it")
+    fix = "write async def run(client, task), and rollout.agent.arguments by name"
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError([ConfigIssue(RUN_KEY, name, "it is no coroutine function", fix)])
+    try:
+        inspect.signature(found).bind(None, None, **arguments)
+    except TypeError as error:
+        why = f"it cannot be called with a client and a task: {error}"
+        raise ConfigError([ConfigIssue(RUN_KEY, name, why, fix)]) from error
 
 
 def _check(config: AgentConfig) -> bool:

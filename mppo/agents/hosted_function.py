@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
@@ -22,32 +20,10 @@ from mppo.agents.program import (
     read_episode_result,
 )
 from mppo.batch.episode import EpisodeResult
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.rewards.function import import_callable
 from mppo.safety.foreign_text import json_line, quoted
 
 KEY = "rollout.agent.run"
 _ENDING_S = 5.0
-
-
-def check_function(name: str, arguments: Mapping[str, Any]) -> None:
-    """Import the function once, in this process, and look at its signature.
-
-    Raises:
-        ConfigError: it cannot be imported or called, or the client is not installed.
-    """
-    if find_spec("openai") is None:
-        fix = 'pip install "mppo[agents]"'
-        raise ConfigError([ConfigIssue(KEY, name, "its client needs the package openai", fix)])
-    found = import_callable(KEY, name, "agent", "name a coroutine function of it")
-    fix = "write async def run(client, task), and rollout.agent.arguments by name"
-    if not inspect.iscoroutinefunction(found):
-        raise ConfigError([ConfigIssue(KEY, name, "it is no coroutine function", fix)])
-    try:
-        inspect.signature(found).bind(None, None, **arguments)
-    except TypeError as error:
-        why = f"it cannot be called with a client and a task: {error}"
-        raise ConfigError([ConfigIssue(KEY, name, why, fix)]) from error
 
 
 class _Host:

@@ -54,6 +54,9 @@ RoleCheck = Callable[[RoleConfig, Any], Iterable[ConfigIssue]]
 """From a role and its model's config object to issues that need Megatron or the weights to find;
 raises ValueError for a model that Megatron cannot represent."""
 
+CheckInputs = Callable[[Recipe], Iterable[ConfigIssue]]
+"""From a recipe to the issues of the code and data that it names."""
+
 EngineCheck = Callable[[Recipe, Any], Iterable[ConfigIssue]]
 """From a recipe and the actor's config object to issues of the rollout engine with that model;
 raises as ``RoleCheck``."""
@@ -109,6 +112,7 @@ def load_checked(
     fetch_model: FetchModel | None = None,
     fetch_data_set: FetchDataSet | None = None,
     ranks_per_node: int | None = None,
+    check_inputs: CheckInputs | None = None,
     concerns: Callable[[str], bool] = lambda key: True,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
@@ -128,6 +132,7 @@ def load_checked(
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
+        check_inputs: looks at the recipe's code and data, once their files are there.
         concerns: whether an issue of a key counts; the others are left out.
 
     Returns:
@@ -138,6 +143,9 @@ def load_checked(
         ConfigError: with all issues; those that need a model's config.json only if there are no
             others.
     """
+    if world_size is not None and world_size < 1:
+        fix = "give a number of ranks, or leave it out"
+        raise ConfigError([ConfigIssue("--world-size", world_size, "a run has ranks", fix)])
     recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None:
         raise ConfigError(issues, source=source_name(given))
@@ -154,6 +162,8 @@ def load_checked(
     issues += _unless_known(check_run_folder(recipe), issues)
     issues += _unless_known(check_files(recipe) if files else check_code(recipe), issues)
     issues = [issue for issue in issues if concerns(issue.key)]
+    if check_inputs is not None and not issues:
+        issues += check_inputs(recipe)
     if not issues and read_hf_config is not None:  # takes seconds; all checks above are instant
         configs, issues = _read_configs(recipe, read_hf_config)
         issues += check_recipe(recipe, world_size, configs, _keys(issues), ranks_per_node)

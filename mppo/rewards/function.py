@@ -10,26 +10,21 @@ from functools import cached_property
 from typing import Any
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import NoScore, RewardResult
 from mppo.rewards.scores import FailedScore, no_score
+from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.user_function import (
-    MANY,
-    ONE,
     ONE_RESPONSE,
     FunctionForm,
     Item,
     calls_of,
-    form_of,
     import_function,
 )
 from mppo.rewards.workers.worker import ScoringTask
 from mppo.safety.python_file import describe_error
-
-KEY = "reward.function"
 
 
 @dataclass(frozen=True)
@@ -178,47 +173,3 @@ def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> Func
     """
     function = import_callable(KEY, name, "function", "name a function of it")
     return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)
-
-
-def checked_form(
-    name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
-) -> FunctionForm:
-    """The form of a reward function.
-
-    Raises:
-        ConfigError: the function does not accept the arguments.
-    """
-    try:
-        return form_of(function, kwargs)
-    except TypeError as error:
-        extra = f" and reward.kwargs {', '.join(kwargs)}" if kwargs else ""
-        fix = f"accept ({', '.join(ONE)}), or lists as ({', '.join(MANY)}),{extra}"
-        issue = ConfigIssue(KEY, name, f"its parameters do not fit: {error}", fix.rstrip(","))
-        raise ConfigError([issue]) from error
-
-
-def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
-    """Import what the user names.
-
-    Args:
-        key: of the recipe.
-        name: ``module:name`` or ``path.py:name``.
-        noun: what is named, such as "function".
-        fix: what to do if the module lacks it.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        why, fix = f"no module and {noun}", f"write module:{noun} or path.py:{noun}"
-        raise ConfigError([ConfigIssue(key, name, why, fix)])
-    try:
-        found = import_function(name)
-    except Exception as error:
-        why = f"importing {where} failed: {type(error).__name__}: {error}"
-        issue = ConfigIssue(key, name, why, "correct the module, or its path")
-        raise ConfigError([issue]) from error
-    if not callable(found):
-        raise ConfigError([ConfigIssue(key, name, f"{where} has no {noun} {attribute!r}", fix)])
-    return found

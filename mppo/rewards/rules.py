@@ -11,7 +11,7 @@ from typing import Any
 
 from mppo import register
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import CODE_VERIFIER
 from mppo.rewards import verifiers
 from mppo.rewards.extraction import extract_answer
@@ -189,11 +189,7 @@ class RuleReward:
             why = f"the verifier {name} gives no partial credit"
             fix = f"remove it, or set {key} to one of {', '.join(known)}"
             raise ConfigError([ConfigIssue("reward.kwargs.partial_credit", True, why, fix)])
-        guess = nearest(name, known)
-        fix = (
-            f"did you mean {guess!r}? " if guess else ""
-        ) + f"the verifiers are {', '.join(known)}"
-        raise ConfigError([ConfigIssue(key, name, "no such verifier", fix)])
+        raise ConfigError([verifiers.unknown(key, name, known)])
 
 
 def _check_row(name: str, prompt: Prompt) -> None:

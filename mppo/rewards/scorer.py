@@ -19,12 +19,13 @@ from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
-from mppo.rewards.function import CallableReward, checked_form, load_function
+from mppo.rewards.function import CallableReward, load_function
 from mppo.rewards.remote.build import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, ModelScore, read_scores, without_score
 from mppo.rewards.shaping import clip_score, overlong_penalty
+from mppo.rewards.workers.named_code import checked_form
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo import register
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards.latex_text import boxed_as_text, same_latex
 from mppo.safety.input_error import InputError
 
@@ -191,6 +191,15 @@ def verifier_for(data_source: str) -> str:
         "reward.function"
     )
     raise ConfigError([ConfigIssue("reward.verifier", None, why, fix)])
+
+
+def unknown(key: str, name: str, known: Sequence[str]) -> ConfigIssue:
+    """The issue of a verifier that is none of those that are known."""
+    guess = nearest(name, known)
+    meant = f"did you mean {guess!r}? " if guess else ""
+    return ConfigIssue(
+        key, name, "no such verifier", f"{meant}the verifiers are {', '.join(known)}"
+    )
 
 
 def known_verifier(data_source: str) -> str | None:

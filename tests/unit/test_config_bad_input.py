@@ -22,12 +22,11 @@ from light_programs import LightPrograms
 from mppo.config.checks import load_checked
 from mppo.train import main
 
-TABLES = (settings.SETTINGS, runs.AGENTS, runs.OFFLOAD, runs.VALIDATION, runs.DUMPS,
+TABLES = (settings.SETTINGS, runs.AGENTS, runs.CODE, runs.OFFLOAD, runs.VALIDATION, runs.DUMPS,
           rewards.REWARD_MODELS, rewards.REWARD_SERVERS)  # fmt: skip
 ROWS = [
     *((*row, GOOD, ()) for table in TABLES for row in table),
     *((*row, GOOD, ("--dry-run", "--world-size", "4")) for row in layouts.LAYOUTS),
-    *((*row, GOOD, ("--dry-run",)) for row in runs.CODE),
     *((name, "", key, says, text, ()) for name, text, key, says in settings.DOCUMENTS),
 ]
 """Name, settings, key, message, the recipe and options of the program."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
+from mppo.config.gpu_types import find_gpu
 from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import planned_gpu
@@ -34,6 +35,8 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
     configs = ModelConfigs(config)
     try:
         _check_environment(options)
+        if options.gpu is not None:
+            find_gpu(options.gpu)  # before models are read
         recipe = load_checked(config, overrides, options.world_size, configs.read, files=False)
         world_size = options.world_size or world_size_of(recipe)
         gpu = planned_gpu(recipe, options.gpu)

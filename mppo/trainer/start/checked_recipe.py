@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigIssue
+from mppo.config.gpu_types import find_gpu
 from mppo.config.load import Given, source_file
 from mppo.config.rules.rule import has_interleaved_role, world_size_of
 from mppo.config.schema import Recipe
@@ -22,7 +23,8 @@ from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
-from mppo.trainer.start.first_rows import row_issues
+from mppo.trainer.start.user_code import input_issues
+from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
 if TYPE_CHECKING:
     from mppo.planning.describe import RunPlan
@@ -37,6 +39,7 @@ def checked_recipe(
     info: LaunchInfo,
     world: int | None,
     planned: ModelConfigs | None = None,
+    parts: UserParts = NO_PARTS,
 ) -> Recipe:
     """Load and check a recipe; the first rank prints remarks about it.
 
@@ -47,6 +50,7 @@ def checked_recipe(
         world: number of ranks; None: as the recipe says.
         planned: reads the models' configs for a plan, whose models, data, packages and device need
             not be on this machine; None: for a run here.
+        parts: what a program gives instead of a name.
 
     Raises:
         ConfigError, ValueError: it cannot be run.
@@ -57,14 +61,15 @@ def checked_recipe(
         given,
         overrides,
         world,
-        _read_config if planned is None else planned.read,
+        read_config if planned is None else planned.read,
         files=not is_planned,
-        role_checks=(partial(_check_role, planned=is_planned),),
-        engine_check=partial(_check_engine, planned=is_planned),
+        role_checks=(partial(check_role, planned=is_planned),),
+        engine_check=partial(check_engine, on_cpu=False) if is_planned else _check_engine_here,
         remarks=remarks,
         fetch_model=fetch_model if planned is None else planned.fetch,
         fetch_data_set=fetch_data_set,
         ranks_per_node=info.local_world_size if info.world_size > 1 else None,
+        check_inputs=partial(input_issues, remarks=remarks if is_planned else None, parts=parts),
     )
     if info.rank == 0:
         for remark in [*remarks, *(planned.remarks if planned is not None else ())]:
@@ -73,7 +78,11 @@ def checked_recipe(
 
 
 def recipe_to_train(
-    given: Given, overrides: Sequence[str], info: LaunchInfo, guard: RankGuard
+    given: Given,
+    overrides: Sequence[str],
+    info: LaunchInfo,
+    guard: RankGuard,
+    parts: UserParts = NO_PARTS,
 ) -> Recipe:
     """Load and check a recipe for a run here, and this machine: device and packages.
 
@@ -82,13 +91,12 @@ def recipe_to_train(
         overrides: keys that replace the recipe's, as ``section.key=value``.
         info: this process's place.
         guard: of this process; it learns the recipe's time limit.
+        parts: what a program adds to the recipe.
 
     Raises:
         ConfigError, ValueError: the recipe cannot be run, or not here.
     """
-    recipe = checked_recipe(given, overrides, info, info.world_size)
-    if recipe.trainer.replay is None and (issues := row_issues(recipe)):
-        raise ConfigError(issues, source="data")
+    recipe = checked_recipe(given, overrides, info, info.world_size, parts=parts)
     guard.set_limit(recipe.trainer.heartbeat_timeout_s)
     interleaved = has_interleaved_role(recipe)
     # CUDA and NCCL read them later
@@ -139,27 +147,27 @@ def planned_run(
     Raises:
         ConfigError, ValueError: the recipe cannot be run, or there is no such GPU.
     """
+    if gpu is not None:
+        find_gpu(gpu)  # before models are read
     configs = ModelConfigs(source_file(given))
-    world = world or (info.world_size if info.world_size > 1 else None)
+    if world is None and info.world_size > 1:
+        world = info.world_size
     recipe = checked_recipe(given, overrides, info, world, configs)
     from mppo.planning.describe import plan_run
-    from mppo.trainer.start.user_code import check_user_inputs
 
-    remarks: list[str] = []
-    check_user_inputs(recipe, remarks)
-    for remark in remarks if info.rank == 0 else ():
-        exit_report.say(remark)
     found = {role.name: configs.read(role.path) for role in recipe.roles()}
     return plan_run(recipe, world or world_size_of(recipe), found, gpu)
 
 
-def _read_config(path: str | Path, trust_remote_code: bool = False):
+def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Read the config of a model; it imports transformers."""
     from mppo.hub.builtin import load_config
 
     return load_config(path, trust_remote_code)
 
 
-def _check_role(role: RoleConfig, config, planned: bool) -> Iterator[ConfigIssue]:
+def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator[ConfigIssue]:
+    """What Megatron refuses of a role, and unless it is only planned, its weights."""
     from mppo.hub.check_weights import check_weights
     from mppo.models.overrides import override_issues
 
@@ -168,10 +176,14 @@ def _check_role(role: RoleConfig, config, planned: bool) -> Iterator[ConfigIssue
         yield from check_weights(role, config)
 
 
-def _check_engine(recipe: Recipe, config, planned: bool) -> Iterable[ConfigIssue]:
-    from mppo.parallel import device
+def check_engine(recipe: Recipe, config: Any, on_cpu: bool) -> Iterable[ConfigIssue]:
+    """What the rollout engine does not support in the actor's model."""
     from mppo.rollout.sglang.model_support import engine_issues
 
-    if recipe.trainer.replay is not None:
-        return ()
-    return engine_issues(recipe, config, on_cpu=not planned and not device.is_cuda())
+    return () if recipe.trainer.replay is not None else engine_issues(recipe, config, on_cpu)
+
+
+def _check_engine_here(recipe: Recipe, config: Any) -> Iterable[ConfigIssue]:
+    from mppo.parallel import device
+
+    return check_engine(recipe, config, on_cpu=not device.is_cuda())

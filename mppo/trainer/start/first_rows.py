@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mppo import register
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import SourceConfig
 from mppo.data.rows import DataRow, read_rows
-from mppo.rewards.verifiers import verifier_for
+from mppo.rewards.verifiers import unknown, verifier_for
 
 
 def row_issues(recipe: Recipe) -> list[ConfigIssue]:
@@ -25,7 +26,7 @@ def row_issues(recipe: Recipe) -> list[ConfigIssue]:
     for key, source in recipe.data.prompt_sources.items():
         for limit in (1, None):
             rows, found = _read(key, source, limit)
-            found += _verifier_issues(recipe, source, rows)
+            found += _verifier_issues(recipe, key, source, rows)
             if not found:
                 break
         else:
@@ -55,9 +56,14 @@ def _read(
 
 
 def _verifier_issues(
-    recipe: Recipe, source: SourceConfig, rows: Sequence[DataRow]
+    recipe: Recipe, key: str, source: SourceConfig, rows: Sequence[DataRow]
 ) -> Iterator[ConfigIssue]:
-    """Data sources without a verifier, if nothing but rules can score their responses."""
+    """A verifier that does not exist, and data sources without one, if nothing but rules can score
+    their responses."""
+    named = {f"{key}.verifier": source.verifier, "reward.verifier": recipe.reward.verifier}
+    for place, name in named.items() if recipe.reward.name == "rule" else ():
+        if name and name not in register.verifier.names:
+            yield unknown(place, name, register.verifier.names)
     reward, alone = recipe.reward, recipe.reward_model.in_use and recipe.reward.weight is None
     if reward.name != "rule" or reward.verifier or source.verifier or alone:
         return

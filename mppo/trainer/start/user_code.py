@@ -1,46 +1,50 @@
-"""Code and data that a recipe names, looked at before anything is started."""
+"""Code and data that a recipe names, looked at before a model is read or torch is imported."""
 
 from __future__ import annotations
 
+from mppo.agents.function import check_agent
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
+from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
 from mppo.trainer.start.first_rows import row_issues
+from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
 
-def check_user_inputs(recipe: Recipe, remarks: list[str]) -> None:
-    """Import the recipe's reward function, agent and tools, check their signatures, and read the
+def input_issues(
+    recipe: Recipe, remarks: list[str] | None = None, parts: UserParts = NO_PARTS
+) -> list[ConfigIssue]:
+    """Import the recipe's reward function, agent and tools, check their parameters, and read the
     first row of the data files that are here.
 
     Args:
         recipe: the recipe.
-        remarks: receives a line for code that needs a package that is not installed here.
-
-    Raises:
-        ConfigError: with all issues.
+        remarks: receives a line for code that needs a package that is not installed here; None:
+            that is an issue.
+        parts: what a program gives instead of a name.
     """
+    if recipe.trainer.replay is not None:
+        return []
     issues = row_issues(recipe)
-    if recipe.reward.name == "function":
-        from mppo.rewards.function import load_function
-
+    reward, agent = recipe.reward, recipe.rollout.agent
+    if reward.name == "function" and parts.reward is None:
         try:
-            load_function(str(recipe.reward.function), recipe.reward.kwargs)
+            name = str(reward.function)
+            found = import_callable(KEY, name, "function", "name a function of it")
+            checked_form(name, found, reward.kwargs)
         except ConfigError as error:
             issues += _issues(error, remarks)
-    if recipe.rollout.agent is not None:
-        from mppo.agents.build import build_agent  # it imports torch
-
+    if agent is not None and parts.agent is None:
         try:
-            build_agent(recipe)
+            check_agent(agent)
         except ConfigError as error:
             issues += _issues(error, remarks)
-    if issues:
-        raise ConfigError(issues)
+    return issues
 
 
-def _issues(error: ConfigError, remarks: list[str]) -> list[ConfigIssue]:
+def _issues(error: ConfigError, remarks: list[str] | None) -> list[ConfigIssue]:
     """The issues; none if a package of the job's machine is all that is missing here."""
     cause = error.__cause__
-    if isinstance(cause, ModuleNotFoundError):
+    if remarks is not None and isinstance(cause, ModuleNotFoundError):
         (issue,) = error.issues
         remarks.append(f"{issue.key} = {issue.value!r} was not checked: {cause}")
         return []

@@ -49,7 +49,7 @@ CODE = [
     ("a reward that is not there", "reward.name=function reward.function={mine}:scores",
      "reward.function", "has no function 'scores'"),
 ]  # fmt: skip
-"""Mistakes in code that a plan finds."""
+"""Mistakes in code that a recipe names."""
 
 OFFLOAD = [
     ("an unknown word", "actor.megatron.offload=some", "actor.megatron.offload",
