@@ -6,7 +6,7 @@ Runs a forward and a backward pass of ``PackedAttention`` on one sequence that i
 ranks, which gather keys and values (``all_gather``) or send them around (``p2p``). The result is
 the peak of allocated bytes without the rank's own queries, keys and values, in units of the keys
 and values of the complete sequence (length x (key + value width) of all groups);
-docs/context_parallelism.md uses these numbers. Allocations are counted, so that the numbers do not
+docs/measurements.md has these numbers. Allocations are counted, so that the numbers do not
 depend on the machine. There is one query head per group, because queries and outputs are local and
 matter less with more ranks. The sequence is short and the groups are many, because masks and scores
 exist on the CPU only and would otherwise dominate.

@@ -75,7 +75,7 @@ def _found(one: PlannedLayout, now: float) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows as Markdown, as in docs/planning.md."""
+    """The rows as Markdown, as in docs/measurements.md."""
     lines = [
         "| recipe | GPUs | its layout | predicted s | best found | predicted s | gain |",
         "|---|---|---|---|---|---|---|",
