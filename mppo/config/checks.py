@@ -122,13 +122,10 @@ def load_checked(
         overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
-        files: check that all files exist; else those of code only (a dry run needs neither weights
-            nor data).
+        files: check that all files exist, not only those of code (a dry run needs no others).
         role_checks: run on every role whose model's config could be read.
-        engine_check: run on the rollout engine if the actor's config could be read; None skips
-            it.
-        remarks: receives a line for the log for every key that has no effect or another meaning
-            than written.
+        engine_check: run on the rollout engine if the actor's config could be read.
+        remarks: receives a line for every key without effect, or of another meaning than written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
@@ -143,9 +140,7 @@ def load_checked(
         ConfigError: with all issues; those that need a model's config.json only if there are no
             others.
     """
-    if world_size is not None and world_size < 1:
-        fix = "give a number of ranks, or leave it out"
-        raise ConfigError([ConfigIssue("--world-size", world_size, "a run has ranks", fix)])
+    _check_world(world_size)
     recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None:
         raise ConfigError(issues, source=source_name(given))
@@ -175,6 +170,12 @@ def load_checked(
     if issues:
         raise ConfigError(_without_duplicates(issues), source=source_name(given))
     return recipe
+
+
+def _check_world(size: int | None) -> None:
+    if size is not None and size < 1:
+        fix = "give a number of ranks, or leave it out"
+        raise ConfigError([ConfigIssue("--world-size", size, "a run has at least one rank", fix)])
 
 
 def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
