@@ -10,10 +10,14 @@ import transformers as hf
 from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, YARN
 
 from mppo import register
+from mppo.config.load import load_recipe
 from mppo.hub.builtin import read_model_config
 from mppo.models.families.activations import gelu_tanh
 from mppo.models.families.architectures import family_config
+from mppo.models.families.architectures import llama as build_llama
+from mppo.rollout.sglang.model_support import engine_issues
 from mppo.weights.load import is_extra_layer
+from mppo.weights.names import HFNames, hf_names
 from mppo.weights.shape import FAMILIES, check_model_type, model_shape
 
 
@@ -32,6 +36,29 @@ def deepseek(kind, **config):
 def test_every_family_has_a_builder_and_a_fixture():
     assert register.family.keys() >= set(FAMILIES)
     assert {build().model_type for build in CONFIGS.values()} == set(FAMILIES)
+
+
+def test_a_family_of_a_plugin_has_what_it_states():
+    names = HFNames(layer="blocks.{l}.")
+    given = {"like": "qwen3", "names": names, "sizes": lambda hf_config: {"qk_norm": False}}
+    own = llama()
+    own.model_type = "mine"
+    with pytest.raises(ValueError, match="model_type = 'mine': this family is not supported"):
+        model_shape(own)
+    try:
+        register.family("mine", **given)(lambda hf_config, shape: build_llama(hf_config, shape))
+        shape = model_shape(own)
+        assert (shape.like, shape.model_type, shape.qk_norm) == ("qwen3", "mine", False)
+        assert hf_names("mine") == names
+        assert family_config(own).model_type == "mine"
+        (issue,) = engine_issues(load_recipe(None, ["rollout.name=sglang"]), own, on_cpu=True)
+        assert issue.why == "its plugin does not say what SGLang supports in a mine"
+        register.family.drop(__name__)
+        register.family("mine")(lambda hf_config, shape: shape)
+        with pytest.raises(ValueError, match="returned ModelShape; return a FamilyConfig"):
+            family_config(own)
+    finally:
+        register.family.drop(__name__)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

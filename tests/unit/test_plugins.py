@@ -92,11 +92,16 @@ FAULTS = [
      "@mppo.register.verifier('v')\ndef g(a, b, c): pass\n", "a second verifier of the name 'v': "),
     ("import mppo\n@mppo.register.metric('m')\ndef f(a, b): pass\n", "the parameters of the metric "
      "'m' do not fit: missing a required argument: 'b' fix: accept (data)"),
+    ("import mppo\nmppo.register.family('f', like='llamma')(lambda hf_config, shape: None)\n",
+     "the model family 'f' is like 'llamma', which mppo does not have fix: name one of llama, "),
+    ("import mppo\nmppo.register.family('f', name={})(lambda hf_config, shape: None)\n",
+     "'name'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), FAULTS, ids=[
-    "absent", "syntax", "import", "exit", "nothing", "ours", "twice", "parameters"])  # fmt: skip
+    "absent", "syntax", "import", "exit", "nothing", "ours", "twice", "parameters", "like",
+    "trait"])  # fmt: skip
 def test_a_faulty_plugin_is_refused_by_every_program(text, expected, plugin, tmp_path, capsys):
     plugin.unlink()
     if text is not None:
