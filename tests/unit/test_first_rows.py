@@ -15,7 +15,7 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scorer import Scorer
 from mppo.train import main
-from mppo.trainer.start.first_rows import row_issues
+from mppo.trainer.start.first_rows import odd_values, row_issues
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 
@@ -57,6 +57,14 @@ def test_the_first_row_shows_what_a_file_lacks(row, keys, key, why, tmp_path):
 )
 def test_a_usable_row_and_files_that_are_elsewhere_are_no_faults(row, keys, tmp_path):
     assert faults(tmp_path, row, *keys) == []
+
+
+def test_values_that_are_most_likely_mistakes_are_named():
+    keys = ["data.train_files=[a.jsonl]", "data.val_files=[a.jsonl,b.jsonl]", "actor.optim.lr=10"]
+    files, rate = odd_values(load_recipe(None, keys))
+    assert files.startswith("data.val_files: a.jsonl is a training file too")
+    assert rate.startswith("actor.optim.lr = 10: Adam moves a weight")
+    assert not [*odd_values(load_recipe(None, [keys[0], "data.val_files=[b.jsonl]"]))]
 
 
 def test_with_an_agent_a_data_source_needs_no_verifier():

@@ -23,6 +23,7 @@ from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
+from mppo.trainer.start.first_rows import odd_values
 from mppo.trainer.start.user_code import input_issues
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
@@ -72,7 +73,8 @@ def checked_recipe(
         check_inputs=partial(input_issues, remarks=remarks if is_planned else None, parts=parts),
     )
     if info.rank == 0:
-        for remark in [*remarks, *(planned.remarks if planned is not None else ())]:
+        found = planned.remarks if planned is not None else ()
+        for remark in [*remarks, *odd_values(recipe), *found]:
             exit_report.say(remark)
     return recipe
 

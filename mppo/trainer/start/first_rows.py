@@ -12,6 +12,8 @@ from mppo.config.sections.data import SourceConfig
 from mppo.data.rows import DataRow, read_rows
 from mppo.rewards.verifiers import unknown, verifier_for
 
+_HIGH_RATE = 0.1
+
 
 def row_issues(recipe: Recipe) -> list[ConfigIssue]:
     """Faults that the first row of a file shows: no row, a missing column, no verifier for it.
@@ -32,6 +34,20 @@ def row_issues(recipe: Recipe) -> list[ConfigIssue]:
         else:
             issues += found
     return issues
+
+
+def odd_values(recipe: Recipe) -> Iterator[str]:
+    """A line for every value that is allowed and most likely a mistake."""
+    for key, source in recipe.data.prompt_sources.items():
+        both = set(source.train_files) & set(source.val_files)
+        for file in sorted(both if source.val_size != 0 else ()):
+            why = "is a training file too: validation then shows no unseen prompts"
+            yield f"{key}.val_files: {file} {why}"
+    roles = {"actor": recipe.actor, "critic": recipe.critic}
+    for name, role in roles.items():
+        if role.optim.lr > _HIGH_RATE and (name == "actor" or recipe.algorithm.uses_critic):
+            why = "moves a weight by about that much in a step"
+            yield f"{name}.optim.lr = {role.optim.lr:g}: Adam {why}; usual are 1e-7 to 1e-3"
 
 
 def _read(
