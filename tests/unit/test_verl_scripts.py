@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.document import apply_overrides
+from mppo.config.document import apply_overrides, leaves
 from mppo.config.load import load_recipe
 from mppo.config.verl.keys import VerlTranslation
 
@@ -81,14 +81,6 @@ def translated(configuration):
     assert not issues
     assert not translation.issues
     return dict(leaves(translation.document))
-
-
-def leaves(document, above=""):
-    for name, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield above + name, value
 
 
 def ours(recipe, key):

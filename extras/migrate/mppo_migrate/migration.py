@@ -62,6 +62,16 @@ class Migration:
         else:
             self.settings[setting.key] = setting
 
+    def name_variables(self) -> None:
+        """Add a check for every path that reads a variable of the environment, except ``HOME``."""
+        for setting in self.settings.values():
+            names = set(_VARIABLE.findall(str(setting.value))) - {"$HOME", "${HOME}"}
+            for name in sorted(names):
+                self.checks.append(
+                    f"{setting.key}: {name} is not set in the script; the run reads it from the "
+                    "environment"
+                )
+
     def add_missing(self, settings: Sequence[Setting]) -> None:
         """Add settings whose key is absent."""
         for setting in settings:
@@ -156,6 +166,7 @@ def complete(result: Migration) -> None:
         why = "downloads models that are named as on the Hugging Face Hub"
         result.add_missing([Setting("model.hub", True, why)])
     _remove_refused(result)
+    result.name_variables()
 
 
 def _remove_refused(result: Migration) -> None:
