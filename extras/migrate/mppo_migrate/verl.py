@@ -35,7 +35,10 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
     known = [(command, sum(_is_known(word) for word in command.words)) for command in commands]
     chosen, count = max(known, key=lambda pair: pair[1], default=(None, 0))
     if chosen is None or not count:
-        raise ValueError("no setting of verl's in it; give the command as you would start it")
+        raise ValueError(
+            "it has no setting key=value of verl; give the command of main_ppo, or the script that "
+            "starts it. docs/migrating.md#verl has the keys that are known"
+        )
     program = next((word for word in chosen.words if _PROGRAM.fullmatch(word)), "main_ppo")
     result = Migration(program, chosen.line)
     result.add(Setting("algorithm.preset", "verl", "verl's defaults"))
@@ -86,6 +89,7 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
     written = {
         canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)
     }
+    result.names = list(written.values())
     for issue in issues:
         result.unknown.append(f"{issue.key}={issue.value}: {issue.why}; {issue.fix}")
     for action, keys in translation.removed.items():
