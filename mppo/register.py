@@ -189,10 +189,11 @@ class Families(Registry):
 estimator = Registry(
     "advantage estimator",
     ("gae", "grpo", "grpo_passk", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus",
-     "reinforce_plus_plus_baseline", "remax", "opo", "gpg"),
+     "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo", "optimal_token_baseline",
+     "tir_optimal_token_baseline"),
     ("scores_B", "group_B", "length_B", "options"),
 )  # fmt: skip
-"""See ``mppo.algos.group_baselines.OutcomeEstimator``; three of mppo's own are no such functions,
+"""See ``mppo.algos.group_baselines.OutcomeEstimator``; six of mppo's own are no such functions,
 because they need more than scores."""
 policy_loss = Registry(
     "policy loss",

@@ -75,6 +75,24 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     return centered_B / (group_std(scores_B, group_B) + 1e-6) if by_std else centered_B
 
 
+def gdpo(parts_BK: Tensor, group_B: Tensor, weight_K: Tensor, by_std: bool) -> Tensor:
+    """``sum_k w_k A_k`` with :func:`grpo`'s advantage A_k of each part of the reward.
+
+    Args:
+        parts_BK: float ``[B, K]``, the parts of each response's reward.
+        group_B: int64 ``[B]``.
+        weight_K: float ``[K]``.
+        by_std: see :func:`grpo`.
+
+    Returns:
+        float ``[B]``, before whitening.
+
+    Source: https://arxiv.org/abs/2601.05242; verl ``compute_gdpo_outcome_advantage``.
+    """
+    parts = [grpo(part_B, group_B, by_std) for part_B in parts_BK.unbind(1)]
+    return torch.stack(parts, 1) @ weight_K.to(parts_BK.dtype)
+
+
 def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     """``R - second largest R of the group`` for the best response, 0 for all others: pass@k.
 

@@ -179,6 +179,8 @@ class Batch(Sequences):
         weight_version_T: int64 ``[T]``, of the weights that generated each token; -1 elsewhere.
         token_rewards_T: float32 ``[T]``, the part of the reward that belongs to single tokens
             (process rewards); default: zeros.
+        parts_B: float32 ``[B, K]``, the parts of each sequence's reward that ``gdpo`` normalises;
+            default: none.
     """
 
     rollout_logprobs_T: Tensor
@@ -188,11 +190,14 @@ class Batch(Sequences):
     weight_version_T: Tensor
     token_rewards_T: Tensor = _DEFAULT
     episode_B: Tensor = _DEFAULT
+    parts_B: Tensor = _DEFAULT
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.episode_B is _DEFAULT:
             object.__setattr__(self, "episode_B", torch.arange(self.num_sequences))
+        if self.parts_B is _DEFAULT:
+            object.__setattr__(self, "parts_B", torch.empty(self.num_sequences, 0))
         if self.token_rewards_T is _DEFAULT:
             object.__setattr__(self, "token_rewards_T", no_token_rewards(self.response_mask_T))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.batch.batch import Batch
+from mppo.batch.batch import Batch, no_token_rewards
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Outputs:
             model's dtype; ``[T, 0]`` (None) if the actor's loss does not use them.
         entropy_T: entropy of the actor's distribution of token t, float32 ``[T]`` (nats); zeros
             (None) if the actor did not compute.
+        squares_T: sum of the actor's squared probabilities of the vocabulary at token t, float32
+            ``[T]``; zeros (None) if the recipe does not use it.
     """
 
     batch: Batch
@@ -39,6 +41,7 @@ class Outputs:
     full_kl_T: Tensor | None = None
     ref_hidden_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    squares_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.full_kl_T is None:
@@ -47,6 +50,8 @@ class Outputs:
             object.__setattr__(self, "ref_hidden_T", torch.empty(len(self.logprobs_T), 0))
         if self.entropy_T is None:
             object.__setattr__(self, "entropy_T", torch.zeros_like(self.logprobs_T))
+        if self.squares_T is None:
+            object.__setattr__(self, "squares_T", no_token_rewards(self.logprobs_T))
 
 
 @dataclass(frozen=True)

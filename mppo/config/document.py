@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,15 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, KeyError, AttributeError) as error:  # raised for a value unlike its tag
         raise yaml.YAMLError(f"a value does not match its tag ({error})") from error
+
+
+def leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every entry that is not a section."""
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def merge_documents(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

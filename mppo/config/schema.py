@@ -185,7 +185,8 @@ class Recipe(Section):
         if self.pretrains_value:
             corrects = rejects or correction.rollout_is != "off"
             return bool(corrects or self.algorithm.use_kl_in_reward)
-        return bool(not correction.bypass_mode or rejects or self.needs_full_kl)
+        needed = self.needs_full_kl or self.algorithm.has_token_baseline
+        return bool(not correction.bypass_mode or rejects or needed)
 
     @property
     def needs_full_kl(self) -> bool:

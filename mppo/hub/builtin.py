@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,13 +292,26 @@ def _write_builtin(name: str, cache_dir: Path, seed: int) -> Path:
         parts.append(REWARDED)
     definition = json.dumps(parts, sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-    folder = cache_dir / f"{name}-{digest}"
+    return written_once(
+        cache_dir / f"{name}-{digest}", lambda folder: _save_builtin(name, folder, seed)
+    )
+
+
+def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache, written if it is missing.
+
+    Several processes may call this at the same time: a folder gets its name when it is complete.
+
+    Args:
+        folder: where it lies; its name says what is in it.
+        write: writes the content into a folder.
+    """
     if folder.is_dir():
         return folder
-
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with unfinished_folder(cache_dir) as unfinished:
-        _save_builtin(name, unfinished, seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_folder(folder.parent) as unfinished:
+        write(unfinished)
+        unfinished.chmod(0o755)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -324,7 +338,6 @@ def _save_builtin(name: str, folder: Path, seed: int) -> None:
     transformers_logging.disable_progress_bar()  # one bar per rank, for a few megabytes
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    folder.chmod(0o755)
 
 
 def _prefer_characters(model: Any) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mppo.hub.builtin import BOS, EOS, PAD, VOCAB, byte_tokenizer, cache_folder
-from mppo.safety.temporary import unfinished_folder
+from mppo.hub.builtin import BOS, EOS, PAD, VOCAB, byte_tokenizer, cache_folder, written_once
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,21 +34,8 @@ def cached_small_model(plain: Mapping[str, Any]) -> Path:
     """
     definition = json.dumps([dict(plain), SIZES, VOCAB], sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-    base = cache_folder()
-    folder = base / f"small-{plain['model_type']}-{digest}"
-    if folder.is_dir():
-        return folder
-    base.mkdir(parents=True, exist_ok=True)
-    with unfinished_folder(base) as unfinished:
-        write_small_model(plain, unfinished)
-        unfinished.chmod(0o755)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            # another process finished first; its folder holds the same model
-            if not folder.is_dir():
-                raise
-    return folder
+    folder = cache_folder() / f"small-{plain['model_type']}-{digest}"
+    return written_once(folder, lambda unfinished: write_small_model(plain, unfinished))
 
 
 def write_small_model(plain: Mapping[str, Any], folder: Path) -> None:

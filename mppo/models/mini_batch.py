@@ -37,10 +37,12 @@ class PassInputs:
             the KL over the vocabulary; ``[T, 0]`` before the last pipeline stage.
         text_from: index of the first sequence of plain text, which is scored at temperature 1;
             None: the batch has none.
+        with_squares: compute ``PolicyOutputs.squares_T``; in a pass without gradients only.
     """
 
     ref_hidden_T: Tensor | None = None
     text_from: int | None = None
+    with_squares: bool = False
 
     def is_text(self, microbatch: MicroBatch) -> bool:
         """Whether a micro-batch holds plain text; a micro-batch never mixes it with responses."""

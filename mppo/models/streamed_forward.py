@@ -102,7 +102,9 @@ class StreamedForward:
         """
         role, batch = self.role, self._batch
         role.end_forward(batch, self._plan, self.microbatches)
-        count = num_outputs(role.settings.head, self._inputs.ref_hidden_T is not None)
+        asked = self._inputs
+        with_kl = asked.ref_hidden_T is not None
+        count = num_outputs(role.settings.head, with_kl, asked.with_squares)
         parts = self.parts if parts is None else parts
         rows_Tk = output_rows(batch, self.microbatches, parts, count)
         home_Tk = return_home(batch, PassMoves(role.layout, self._plan, batch), rows_Tk)

@@ -20,7 +20,7 @@ from mppo.algos.advantages import (
     turn_gae,
     turn_starts,
 )
-from mppo.algos.group_baselines import OutcomeOptions
+from mppo.algos.group_baselines import OutcomeOptions, gdpo
 from mppo.algos.kl import kl_estimate
 from mppo.algos.kl_controller import KLController
 from mppo.algos.masked import (
@@ -48,6 +48,7 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
     veto_mask,
 )
+from mppo.algos.token_baseline import path_variance, token_baseline
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import gather_of
 from mppo.batch.outputs import Experience, Outputs
@@ -274,7 +275,27 @@ def _advantages(
         baseline_H = batch.here(baseline_scores_B).to(returns_T.dtype)
         baseline_T = expand_to_tokens(baseline_H, cu_seqlens)
         return (returns_T - baseline_T) * mask_T, returns_T
+    if algorithm.has_token_baseline:
+        return _token_baseline(outputs, algorithm, rewards_T)
+    return _outcome_advantages(batch, algorithm, rewards_T, earlier_E)
+
+
+def _outcome_advantages(
+    batch: Batch, algorithm: AlgorithmConfig, rewards_T: Tensor, earlier_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One advantage per episode, from the rewards of its group; returns are the same."""
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     episodes, length_B = batch.episodes, batch.response_B.to(mask_T.dtype)
+    if algorithm.adv_estimator == "gdpo":
+        last_E = episodes.last_E
+        weight_K = torch.tensor(
+            algorithm.gdpo_reward_weights or [1.0] * len(algorithm.gdpo_reward_keys)
+        )
+        by_std = algorithm.norm_adv_by_std_in_grpo
+        advantage_E = gdpo(batch.parts_B[last_E], batch.group_B[last_E], weight_K, by_std)
+        advantage_H = batch.here(advantage_E[episodes.of_B])
+        advantages_T = expand_to_tokens(advantage_H, cu_seqlens) * mask_T
+        return advantages_T, advantages_T
     reward_B = gather_of(batch).sequences(sequence_sum(rewards_T, cu_seqlens))
     # the reward of an empty response is on no token
     outcome_B = torch.where(length_B > 0, reward_B, batch.scores_B)
@@ -289,6 +310,33 @@ def _advantages(
         raise InputError(f"{what}; return one number for each of {len(outcome_E)} responses")
     advantages_T = expand_to_tokens(batch.here(advantage_E[episodes.of_B]), cu_seqlens) * mask_T
     return advantages_T, advantages_T
+
+
+def _token_baseline(
+    outputs: Outputs, algorithm: AlgorithmConfig, rewards_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advantages by a baseline for each position. Collective.
+
+    Positions of ``tir_optimal_token_baseline`` count the tokens that the policy generated.
+    """
+    batch, correction = outputs.batch, algorithm.rollout_correction
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    starts_H = cu_seqlens[:-1]
+    if algorithm.adv_estimator == "optimal_token_baseline":
+        first_T = expand_to_tokens(starts_H + batch.here(batch.prompt_B), cu_seqlens)
+        place_T = torch.arange(len(mask_T)) - first_T
+    else:
+        ends_T = mask_T.long().cumsum(0)
+        before_H = torch.cat([ends_T.new_zeros(1), ends_T])[starts_H]
+        place_T = ends_T - 1 - expand_to_tokens(before_H, cu_seqlens)
+    weighs = correction.rollout_is != "off"
+    importance_T = _importance(outputs, correction) if weighs else None
+    assert outputs.squares_T is not None, "filled in by Outputs"
+    variance_T = path_variance(outputs.logprobs_T, outputs.squares_T, importance_T)
+    gather = gather_of(batch)
+    return token_baseline(
+        rewards_T, variance_T, mask_T, place_T, cu_seqlens, batch.group_B, batch.held_H, gather
+    )
 
 
 def _gae_advantages(
@@ -381,14 +429,22 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
     log_ratio_T = outputs.logprobs_T - batch.rollout_logprobs_T
     weight_T = mask_T.clone()
     if correction.rollout_is != "off" and not correction.bypass_mode:
-        weight_T = bounded_importance(log_ratio_T, mask_T, cu_seqlens, correction)
-        if correction.rollout_is_batch_normalize:
-            weight_T = normalize_weights(
-                weight_T, mask_T, cu_seqlens, correction.rollout_is, gather_of(batch)
-            )
+        weight_T = _importance(outputs, correction)
     for kind, upper, lower in correction.rejections():
         weight_T = weight_T * rejection_mask(log_ratio_T, mask_T, cu_seqlens, kind, upper, lower)
     if correction.rollout_token_veto_threshold is not None:
         threshold = correction.rollout_token_veto_threshold
         weight_T = weight_T * veto_mask(log_ratio_T, mask_T, cu_seqlens, threshold)
     return weight_T
+
+
+def _importance(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:
+    """Importance weights of the actor against the engine, float32 ``[T]``, 0 off the mask."""
+    batch = outputs.batch
+    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+    log_ratio_T = outputs.logprobs_T - batch.rollout_logprobs_T
+    weight_T = bounded_importance(log_ratio_T, mask_T, cu_seqlens, correction)
+    if not correction.rollout_is_batch_normalize:
+        return weight_T
+    gather = gather_of(batch)
+    return normalize_weights(weight_T, mask_T, cu_seqlens, correction.rollout_is, gather)

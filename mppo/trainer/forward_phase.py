@@ -89,7 +89,8 @@ class ForwardPhase:
             with phase(phase_names[role.name]):
                 plan = role.plan(self._batch, training=False)
                 share, _ = role.fetch(self._batch, plan)
-                work[role.name] = StreamedForward(role, share, plan)
+                inputs = self._inputs(role)
+                work[role.name] = StreamedForward(role, share, plan, inputs)
         passes = [one.work for one in work.values()]
         carry_out(forward_list(passes, links.stage, links.stages), work, links, phase_names)
         for name, one in work.items():
@@ -102,9 +103,14 @@ class ForwardPhase:
         ]
         return [weight / sum(weights) for weight in weights]
 
+    def _inputs(self, role: Role) -> PassInputs:
+        if role is not self._roles.actor:
+            return TOKENS_ONLY
+        squares = self._roles.recipe.algorithm.has_token_baseline
+        return PassInputs(self._ref_hidden_T, with_squares=squares)
+
     def _forward(self, role: Role) -> HeadOutputs:
-        is_actor = role is self._roles.actor
-        inputs = PassInputs(self._ref_hidden_T) if is_actor else TOKENS_ONLY
+        inputs = self._inputs(role)
         keeps_states = role is self._roles.ref and self._roles.recipe.needs_full_kl
         plan, outputs, states = role.plan(self._batch, training=False), None, None
         # a range at a time, where a token has many bytes: no rank then holds more than a range's
@@ -135,6 +141,7 @@ class ForwardPhase:
             full_kl_T=None if actor is None else actor.full_kl_T,
             ref_hidden_T=self._ref_hidden_T if recipe.actor.learns_full_kl else None,
             entropy_T=None if actor is None else actor.entropy_T,
+            squares_T=None if actor is None else actor.squares_T,
         )
 
 

@@ -10,7 +10,7 @@ from recipe_list import GPU_RECIPES
 from recipe_run import run_recipe
 from recipe_twins import scaled_down, write_home, write_twin
 
-from mppo.config.document import read_document
+from mppo.config.document import leaves, read_document
 from mppo.config.load import load_recipe
 from mppo.parallel.launch import discover
 from mppo.train import main
@@ -23,15 +23,6 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     write_home(folder)
     return folder
-
-
-def leaves(document, above=""):
-    """Value by dotted key."""
-    found = {}
-    for name, value in document.items():
-        inner = isinstance(value, dict) and value
-        found |= leaves(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
-    return found
 
 
 CHANGED = re.compile(
@@ -47,7 +38,7 @@ CHANGED = re.compile(
 @pytest.mark.parametrize("recipe", GPU_RECIPES, ids=lambda path: path.stem)
 def test_a_twin_differs_in_sizes_and_servers_only(recipe):
     document, _ = read_document(recipe)
-    before, after = leaves(document), leaves(scaled_down(document))
+    before, after = dict(leaves(document)), dict(leaves(scaled_down(document)))
     keys = before.keys() | after.keys()
     changed = {key for key in keys if before.get(key) != after.get(key)}
     assert not {key for key in changed if not CHANGED.fullmatch(key)}

@@ -30,6 +30,7 @@ ALIKE = {
     "first:qwen2_7b_rm_seq_balance",
     "first:qwen3_30b_a3b_sao",
     "last:qwen1.5_moe_a2.7b_gsm8k",
+    "last:qwen3_8b_gsm8k_math",
 }
 """Stages whose modules of Transformer Engine and whose collectives are those of another one."""
 _LABEL = re.compile(rf"({'|'.join(LABELS)}): (.*)")

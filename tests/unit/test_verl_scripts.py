@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.document import apply_overrides
+from mppo.config.document import apply_overrides, leaves
 from mppo.config.load import load_recipe
 from mppo.config.verl.keys import VerlTranslation
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FACTS = json.loads((Path(__file__).parent / "verl_scripts.json").read_text())
 COMMON = FACTS["every script"]
-CONFIGURATIONS = {name: COMMON | own for name, own in FACTS["scripts"].items()} | FACTS["logs"]
+CONFIGURATIONS = {name: COMMON | own for name, own in FACTS["scripts"].items()}
+CONFIGURATIONS |= FACTS["logs"] | FACTS["later scripts"]
 SCRIPT_OF = {
     "deepseek_llm_7b_eurus_sandbox": "run_deepseek7b_llm_sandbox_fusion.sh",
     "deepseek_llm_7b_gsm8k": "run_deepseek7b_llm.sh",
@@ -35,6 +36,7 @@ SCRIPT_OF = {
     "qwen2_7b_rm_seq_balance": "run_qwen2-7b_rm_seq_balance.sh",
     "qwen2_7b_seq_balance": "run_qwen2-7b_seq_balance.sh",
     "qwen2_7b_sglang_seq_balance": "run_qwen2-7b_sglang_seq_balance.sh",
+    "qwen3_8b_gsm8k_math": "run_qwen3_8b_megatron.sh",
 }
 EVERYWHERE = {"trainer.max_ckpt_to_keep": "verl keeps all (null)"}
 RECOMPUTED = {
@@ -61,6 +63,7 @@ DIFFERENCES = {
     "qwen2.5_32b_gsm8k_math": {
         "critic.megatron.recompute_granularity": "the critic's layers are recomputed too"
     },
+    "qwen3_8b_gsm8k_math": RECOMPUTED,
     "qwen2_7b_gsm8k_math": RECOMPUTED | {"critic.megatron.tensor_model_parallel_size": OWN_LAYOUT},
 }
 """By recipe and key: the words in which the recipe, or what it is based on, says so."""
@@ -81,14 +84,6 @@ def translated(configuration):
     assert not issues
     assert not translation.issues
     return dict(leaves(translation.document))
-
-
-def leaves(document, above=""):
-    for name, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield above + name, value
 
 
 def ours(recipe, key):

@@ -23,6 +23,7 @@ from mppo_migrate.layout import choose_layout
 from mppo_migrate.migration import complete, migrate_flags
 from mppo_migrate.shell import read_commands
 from mppo_migrate.verl import migrate_settings
+from mppo_migrate.versions import explained
 from mppo_migrate.writer import recipe_text
 
 MAX_SCRIPT_BYTES = 1 << 18
@@ -83,8 +84,10 @@ def migrate(
         result = migrate_flags(SYSTEMS[system], commands, ranks)
     complete(result)
     choose_layout(result, gpu)
-    result.checks = [*remarks, *result.checks]
     title = "verl" if system == "verl" else SYSTEMS[system].title
+    if result.foreign:
+        remarks.append(explained(title, result.names, result.foreign))
+    result.checks = [*remarks, *result.checks]
     return recipe_text(result, title), [*result.checks, *result.unknown]
 
 

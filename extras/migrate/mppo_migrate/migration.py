@@ -18,6 +18,7 @@ from mppo.config.rules.rule import world_size_of
 from mppo.config.yaml_text import inline_yaml
 from mppo_migrate.row import Flags, Key, Operand, Setting, System, Without
 from mppo_migrate.shell import Command
+from mppo_migrate.versions import explained
 
 RANKS_PER_NODE = 8
 """GPUs per node where a command does not say how many it uses."""
@@ -44,6 +45,10 @@ class Migration:
     """A line per flag without a counterpart."""
     unknown: list[str] = field(default_factory=list)
     """A line per flag that no table has, or whose value is refused."""
+    names: list[str] = field(default_factory=list)
+    """The command's flags, without their values."""
+    foreign: list[str] = field(default_factory=list)
+    """Those that no table has: of another version, or mistaken."""
     reward_model: str | None = None
     """The reward model of the command; None: it has none."""
     checks: list[str] = field(default_factory=list)
@@ -61,6 +66,16 @@ class Migration:
             )
         else:
             self.settings[setting.key] = setting
+
+    def name_variables(self) -> None:
+        """Add a check for every path that reads a variable of the environment, except ``HOME``."""
+        for setting in self.settings.values():
+            names = set(_VARIABLE.findall(str(setting.value))) - {"$HOME", "${HOME}"}
+            for name in sorted(names):
+                self.checks.append(
+                    f"{setting.key}: {name} is not set in the script; the run reads it from the "
+                    "environment"
+                )
 
     def add_missing(self, settings: Sequence[Setting]) -> None:
         """Add settings whose key is absent."""
@@ -93,6 +108,8 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
         )
     first = next((word for word in command.words if _is_program(system, word)), command.words[0])
     result = Migration(first, command.line)
+    result.names = list(words)
+    result.foreign = [name for name in words if name not in system.rows]
     values = {
         system.dotted.get(name, name): value for name, value in words.items() if name in system.rows
     }
@@ -116,15 +133,11 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
 
 def _nothing_known(system: System, flags: Sequence[Mapping[str, Any]]) -> str:
     """Why a text without a known flag is refused."""
-    given = max(flags, key=len, default={})
+    given = list(max(flags, key=len, default={}))
     if not given:
-        return f"no flag of {system.title}'s PPO in it; give the command as you would start it"
-    named = ", ".join(f"--{name}" for name in list(given)[:5])
-    return (
-        f"no flag of {system.title}'s PPO is known in it; it has {named}. docs/migrating.md has "
-        "the versions and flags that are known: give the command as you would start it, or write "
-        "the recipe from the table there"
-    )
+        return f"it has no flags; give {system.title}'s command as you would start it"
+    cure = "Give the command as you would start it, or write the recipe from the table"
+    return f"{explained(system.title, given, given)}. {cure}"
 
 
 def _as_written(origin: str, written: Mapping[str, str]) -> str:
@@ -156,6 +169,7 @@ def complete(result: Migration) -> None:
         why = "downloads models that are named as on the Hugging Face Hub"
         result.add_missing([Setting("model.hub", True, why)])
     _remove_refused(result)
+    result.name_variables()
 
 
 def _remove_refused(result: Migration) -> None:
@@ -172,6 +186,8 @@ def _remove_refused(result: Migration) -> None:
         for key, issue in refused:
             if setting := result.settings.pop(key, None):
                 result.unknown.append(f"{setting.named}: {issue.why}; {issue.fix}")
+                if issue.why == "no such key":
+                    result.foreign.append(setting.named.partition("=")[0])
         if not refused:
             break
     if recipe is not None:

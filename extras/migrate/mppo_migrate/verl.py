@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from mppo.config.document import apply_overrides
+from mppo.config.document import apply_overrides, leaves
 from mppo.config.load import recipe_keys
 from mppo.config.verl.keys import VerlTranslation, row_of
 from mppo.config.verl.names import canonical_key
@@ -36,7 +35,10 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
     known = [(command, sum(_is_known(word) for word in command.words)) for command in commands]
     chosen, count = max(known, key=lambda pair: pair[1], default=(None, 0))
     if chosen is None or not count:
-        raise ValueError("no setting of verl's in it; give the command as you would start it")
+        raise ValueError(
+            "it has no setting key=value of verl; give the command of main_ppo, or the script that "
+            "starts it. docs/migrating.md#verl has the keys that are known"
+        )
     program = next((word for word in chosen.words if _PROGRAM.fullmatch(word)), "main_ppo")
     result = Migration(program, chosen.line)
     result.add(Setting("algorithm.preset", "verl", "verl's defaults"))
@@ -45,6 +47,7 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         if command is chosen or (settings and _starts_script(command)):
             overrides += list(_settings(command, result))
     _translate(overrides, result)
+    result.add_missing([*_sizes_of_actor(result)])
     result.add_missing(
         [*_EXTRA, *_stages_of_actor(result), *_expert_layouts(result), *_shares_of_tests(result)]
     )
@@ -86,17 +89,30 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
     written = {
         canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)
     }
+    result.names = list(written.values())
     for issue in issues:
         result.unknown.append(f"{issue.key}={issue.value}: {issue.why}; {issue.fix}")
     for action, keys in translation.removed.items():
         for key, value in keys:
             why = f"{action.why}; {action.fix}" if isinstance(action, Refused) else action.why
             result.without.append(f"{written.get(key, key)}={value}: {why}")
-    for key, value in _leaves(translation.document):
+    for key, value in leaves(translation.document):
         origin = translation.origins.get(key) or written.get(key, "")
         same = origin.removeprefix("actor_rollout_ref.") == key
         name = written.get(origin, origin) or key
         result.add(Setting(key, value, "" if same else name, f"{name}={value}"))
+
+
+def _sizes_of_actor(result: Migration) -> Iterator[Setting]:
+    """The actor's sizes for a critic without its own: verl's roles share the layout that the first
+    of them sets, which is the actor's."""
+    sizes = re.compile(r"(actor|critic)\.(megatron\.(?:tensor|pipeline|context|expert)\w*_size)")
+    found = [match for key in result.settings if (match := sizes.fullmatch(key))]
+    divided = any(match[2].startswith(("megatron.tensor", "megatron.pipe")) for match in found)
+    if divided and all(match[1] == "actor" for match in found):
+        for match in found:
+            value = result.settings[match[0]].value
+            yield Setting(f"critic.{match[2]}", value, "the actor's, as in verl")
 
 
 def _stages_of_actor(result: Migration) -> Iterator[Setting]:
@@ -125,12 +141,3 @@ def _shares_of_tests(result: Migration) -> Iterator[Setting]:
     """The score of a program in verl's sandbox is the share of its tests that pass."""
     if "reward.url" in result.settings and "reward.name" not in result.settings:
         yield Setting("reward.kwargs.partial_credit", True, "continuous=True, as in verl")
-
-
-def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every entry that is not a section."""
-    for name, value in document.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value

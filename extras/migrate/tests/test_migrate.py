@@ -423,18 +423,21 @@ def test_the_program_prints_the_recipe_and_names_unknown_flags(monkeypatch, caps
     shown = capsys.readouterr()
     assert "lam: 0.9" in shown.out
     assert "mppo-migrate: --wings 2: " in shown.err
+    assert (
+        "its version of TRL is not clear; 1 of its 3 flags are understood (lam), not" in shown.err
+    )
     assert "hf_secret99" not in shown.out + shown.err
 
 
 @pytest.mark.parametrize(
     ("system", "data", "words"),
     [
-        ("verl", b"", "no setting of verl's"),
-        ("trl", b"", "no flag of TRL's"),
-        ("trl", b"echo hello --there", "no flag of TRL's"),
+        ("verl", b"", "no setting key=value of verl; give"),
+        ("trl", b"", "it has no flags; give TRL's command"),
+        ("trl", b"echo hello --there", "0 of its 1 flags are understood, not there. The table"),
         ("trl", b"trl grpo --learning_rate 1e-6", "is not TRL's PPO"),
-        ("verl", b"python train.py --learning_rate 3", "no setting of verl's"),
-        ("openrlhf", b"python ppo.py --wings 2", "it has --wings"),
+        ("verl", b"python train.py --learning_rate 3", "no setting key=value of verl; give"),
+        ("openrlhf", b"python ppo.py --policy.wings 2", "looks like OpenRLHF 0.10 or later; 0 of"),
         ("trl", b"python ppo.py --lam '0.9", "a quote ' is not closed"),
         ("trl", b"\xff\xfe", "not UTF-8"),
         ("trl", b"a\0b", "NUL"),
@@ -448,6 +451,25 @@ def test_what_is_not_a_command_of_the_system_is_refused(system, data, words, mon
     assert not shown.out
     assert words in shown.err
     assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "command", "words"),
+    [
+        ("trl", "python ppo.py --lam 0.9 --init_kl_coef 0.1 --steps 9",
+         "looks like TRL 0.8 or earlier (a PPOConfig of one step); 1 of its 3 flags are understood "
+         "(lam), not init_kl_coef, steps. The table has the flags of 0.9 to 1.12: docs/"),
+        ("openrlhf", "python -m openrlhf.cli.train_ppo_ray --actor.adam.lr 1e-6 --actor.wings 2",
+         "looks like OpenRLHF 0.10 or later; 1 of its 2 flags are understood (actor.adam.lr), not"),
+        ("verl", "python -m verl.trainer.main_ppo critic.fsdp.param_offload=True actor.wings=2",
+         "looks like verl 0.8 or later; 1 of its 2 flags are understood (critic.fsdp.param_offload)"
+         ", not actor.wings."),
+    ],
+)  # fmt: skip
+def test_a_command_of_another_version_says_which_and_what_is_understood(system, command, words):
+    recipe, remarks = migrate(system, command)
+    assert sum(words in remark for remark in remarks) == 1, remarks
+    assert words in recipe.replace("\n#     ", " ")
 
 
 def test_the_example_in_the_documentation_is_what_the_program_prints():

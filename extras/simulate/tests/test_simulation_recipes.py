@@ -31,6 +31,7 @@ LAST = [
     "last:qwen2.5_32b_gsm8k_math",
     "last:qwen2_7b_gsm8k_math",
     "last:qwen3_30b_a3b_gsm8k_math",
+    "last:qwen3_8b_gsm8k_math",
 ]
 """The recipes in which a role has more than one stage."""
 KINDS = [name for name in (*FIRST, *LAST) if name not in ALIKE]

@@ -60,6 +60,50 @@ def passk_compares_samples(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
+@rule("algorithm", "rollout.n")
+def gdpo_has_parts_of_the_reward(context: RuleContext) -> Iterator[ConfigIssue]:
+    """GDPO compares the named parts of the samples' rewards, and reads nothing else of them."""
+    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    chosen = "algorithm.adv_estimator = gdpo"
+    if not keys:
+        fix = "name numbers that the reward function returns, as [accuracy, format]"
+        yield ConfigIssue("algorithm.gdpo_reward_keys", [], f"{chosen} needs it", fix)
+    if weights and len(weights) != len(keys):
+        why = f"algorithm.gdpo_reward_keys has {len(keys)} names"
+        fix = "give one weight for each, or leave it out"
+        yield ConfigIssue("algorithm.gdpo_reward_weights", list(weights), why, fix)
+    if samples < 2:
+        why = f"{chosen} compares the samples of one prompt"
+        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+    for name in ("use_kl_in_reward", "whiten_rewards"):
+        if getattr(algorithm, name):
+            why = f"{chosen} reads the parts of the reward function's result alone"
+            yield ConfigIssue(f"algorithm.{name}", True, why, "set it to false")
+    if algorithm.normalize_scores.mode != "off":
+        why = f"{chosen} normalises the parts of the reward itself"
+        mode = algorithm.normalize_scores.mode
+        yield ConfigIssue("algorithm.normalize_scores.mode", mode, why, "leave it out")
+
+
+@rule("algorithm.adv_estimator", "algorithm.rollout_correction", "rollout.n")
+def token_baselines_compare_samples(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Optimal token baselines need several samples, and the actor's own probabilities."""
+    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
+    if not algorithm.has_token_baseline:
+        return
+    chosen = f"algorithm.adv_estimator = {algorithm.adv_estimator}"
+    if samples < 2:
+        why = f"{chosen} compares the samples of one prompt"
+        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+    if algorithm.rollout_correction.bypass_mode:
+        why = f"{chosen} reads the actor's probabilities, which bypass_mode replaces"
+        key = "algorithm.rollout_correction.bypass_mode"
+        yield ConfigIssue(key, True, why, "set it to false, or choose another estimator")
+
+
 @rule("actor.policy_loss", "actor.clip_ratio", "actor.clip_ratio_low")
 def dis_masks_below_one(context: RuleContext) -> Iterator[ConfigIssue]:
     """No ratio lies at or below ``1 - low`` if low is 1 or more: nothing would be masked there."""
@@ -91,7 +135,7 @@ def sequence_losses_average_over_sequences(context: RuleContext) -> Iterator[Con
         yield ConfigIssue("actor.loss_agg_mode", actor.loss_agg_mode, why, "leave it out")
 
 
-_BY_STD = ("grpo", "grpo_passk")
+_BY_STD = ("grpo", "grpo_passk", "gdpo")
 """Estimators that divide by the group's standard deviation."""
 
 
@@ -156,6 +200,12 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...], str, tuple[object, ...]], ...] = (
         ("kl_cov",),
     ),
     ("critic.hl_gauss", ("bins", "min", "max", "sigma_ratio"), "critic.value_loss", ("hl_gauss",)),
+    (
+        "algorithm",
+        ("gdpo_reward_keys", "gdpo_reward_weights"),
+        "algorithm.adv_estimator",
+        ("gdpo",),
+    ),
     ("algorithm.pf_ppo", ("reweight_method", "weight_pow"), "algorithm.use_pf_ppo", (True,)),
     (
         _CORRECTION,
@@ -171,7 +221,13 @@ but 0)."""
 
 
 @rule(
-    "actor.policy_loss", "algorithm.pf_ppo", "algorithm.use_pf_ppo", _CORRECTION, "reward", "critic"
+    "actor.policy_loss",
+    "algorithm.pf_ppo",
+    "algorithm.use_pf_ppo",
+    "algorithm.adv_estimator",
+    _CORRECTION,
+    "reward",
+    "critic",
 )
 def options_need_their_method(context: RuleContext) -> Iterator[ConfigIssue]:
     """Options of a loss, resampling, correction or penalty are refused if it is off."""

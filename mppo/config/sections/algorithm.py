@@ -37,8 +37,12 @@ def _several(value: Any) -> Any:
     return [] if parts in ([None], ["off"]) else parts
 
 
-WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENED_BY_DEFAULT = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 """Estimators whose advantages verl whitens over the batch."""
+
+
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators with a baseline for each position of a prompt's responses."""
 
 
 class KLControlConfig(Section):
@@ -166,12 +170,16 @@ class AlgorithmConfig(Section):
     """Of an episode of several sequences (segments of a conversation that was compacted), multiply
     the advantages of each by (gamma lambda)^N, with N tokens generated after it (CompactionRL)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide the advantages of grpo and grpo_passk by the standard deviation of their group."""
+    """Divide the advantages of grpo, grpo_passk and gdpo by their group's standard deviation."""
+    gdpo_reward_keys: tuple[str, ...] = ()
+    """Names of the numbers of the reward function's result that gdpo normalises, each by itself."""
+    gdpo_reward_weights: tuple[float, ...] = ()
+    """Weight of each of ``gdpo_reward_keys``. Empty: 1."""
     f_norm: float = Field(default=1.0, gt=0)
     """Divisor of GPG's advantages."""
     whiten_advantages: bool | None = None
-    """Whiten the advantages. null: as in verl, for gae, reinforce_plus_plus and
-    reinforce_plus_plus_baseline."""
+    """Whiten the advantages. null: as in verl, for gae, reinforce_plus_plus,
+    reinforce_plus_plus_baseline and gdpo."""
     whiten_over: Literal["batch", "group"] = "batch"
     """Whiten over the batch, or over the responses of each prompt."""
     whiten_unbiased: bool = True
@@ -209,6 +217,11 @@ class AlgorithmConfig(Section):
         if self.whiten_advantages is not None:
             return self.whiten_advantages
         return self.adv_estimator in WHITENED_BY_DEFAULT
+
+    @property
+    def has_token_baseline(self) -> bool:
+        """Whether the baseline needs the actor's squared probabilities over the vocabulary."""
+        return self.adv_estimator in TOKEN_BASELINES
 
     @property
     def uses_critic(self) -> bool:

@@ -156,14 +156,6 @@ ENGINE_ROWS: tuple[VerlRow, ...] = (
         Refused("there is no teacher's loss", "remove distillation.*; only rewards train here"),
     ),
     VerlRow("distillation", Ignored("distillation is off, and mppo does not have it")),
-    VerlRow("algorithm.{gdpo_reward_keys,gdpo_reward_weights}", OFF, NOTHING),
-    VerlRow(
-        "algorithm.{gdpo_reward_keys,gdpo_reward_weights}",
-        Refused(
-            "a response has one score in mppo",
-            "combine the rewards, with their weights, in the reward function",
-        ),
-    ),
     VerlRow(
         "trainer.checkpoint",
         Ignored(

@@ -304,24 +304,6 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
         ("grpo_vectorized",),
     ),
     VerlRow(
-        "algorithm.adv_estimator",
-        Refused(
-            "normalises each of several rewards by itself in its group; a response has one score "
-            "in mppo",
-            "combine the rewards in the reward function and set grpo, which normalises their sum",
-        ),
-        ("gdpo",),
-    ),
-    VerlRow(
-        "algorithm.adv_estimator",
-        Refused(
-            "needs the sum of squared probabilities of each token over the vocabulary, which the "
-            "actor's pass does not return",
-            "set rloo or opo, whose baseline is one number per response",
-        ),
-        ("optimal_token_baseline", "tir_optimal_token_baseline"),
-    ),
-    VerlRow(
         "algorithm.filter_groups.metric", Ignored("groups are compared by score"), (None, "score")
     ),
     VerlRow(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mppo.algos.kl import full_kl_shard, full_kl_shard_grad
@@ -17,6 +16,7 @@ from mppo.models.heads.vocabulary import (
     VocabShard,
     all_reduce,
     backpropagate_logits,
+    log_sum_exp,
     vocabulary_logits,
 )
 
@@ -32,12 +32,6 @@ class Projection:
 
     weight: Tensor
     shard: VocabShard
-
-
-def _log_sum_exp(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Log-sum-exp over the full vocabulary, from every rank's ``[n, V_p]``: ``[n]``."""
-    largest = all_reduce(logits.amax(1), group, dist.ReduceOp.MAX)
-    return largest + all_reduce((logits - largest[:, None]).exp().sum(1), group).log()
 
 
 class _ChunkedFullKL(torch.autograd.Function):
@@ -57,7 +51,7 @@ class _ChunkedFullKL(torch.autograd.Function):
         for h, r in zip(hidden.split(shard.chunk), ref_hidden.split(shard.chunk)):
             logits, _ = vocabulary_logits(h, weight, shard)
             ref_logits, _ = vocabulary_logits(r, reference.weight, reference.shard)
-            both = _log_sum_exp(logits, group), _log_sum_exp(ref_logits, group)
+            both = log_sum_exp(logits, group), log_sum_exp(ref_logits, group)
             # rounding may leave a KL of equal distributions slightly below 0
             kls.append(all_reduce(full_kl_shard(logits, ref_logits, *both), group).clamp_(min=0.0))
             normalisers.append(torch.stack(both))

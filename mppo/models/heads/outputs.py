@@ -19,12 +19,15 @@ class PolicyOutputs:
         logprobs_T: log-probability of token t.
         entropy_T: entropy of the distribution token t was drawn from (nats).
         full_kl_T: KL against the reference over the vocabulary (nats); None if the pass had no
-            hidden states of the reference.
+            hidden states of the reference and computes no ``squares_T``, otherwise 0 without them.
+        squares_T: sum of the squared probabilities of the vocabulary; None if the pass computes
+            none.
     """
 
     logprobs_T: Tensor
     entropy_T: Tensor
     full_kl_T: Tensor | None = None
+    squares_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
     return PolicyOutputs(*rows_kT) if head == "policy" else ValueOutputs(*rows_kT)
 
 
-def num_outputs(head: Head, with_full_kl: bool) -> int:
+def num_outputs(head: Head, with_full_kl: bool, with_squares: bool) -> int:
     """The number of tensors in the outputs of a head."""
-    return 1 if head == "value" else 2 + with_full_kl
+    if head == "value":
+        return 1
+    return 4 if with_squares else 2 + with_full_kl

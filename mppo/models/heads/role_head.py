@@ -13,7 +13,13 @@ from mppo.batch.batch import Sequences
 from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.outputs import HeadOutputs, ValueOutputs, unstack_outputs
-from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, gather_hidden, gather_values
+from mppo.models.heads.vocabulary import (
+    VocabShard,
+    chunked_logprobs,
+    chunked_squares,
+    gather_hidden,
+    gather_values,
+)
 from mppo.models.microbatch import MicroBatch
 from mppo.models.mini_batch import PassInputs
 from mppo.models.role_weights import RoleWeights
@@ -99,7 +105,7 @@ class RoleHead:
     def _policy_outputs(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> list[Tensor]:
-        """Log-probabilities, entropies and, given the reference's states, the KL; each ``[N]``."""
+        """The tensors of ``PolicyOutputs`` that the inputs ask for, each ``[N]``."""
         weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)
         shard = self._vocab_shard(len(weight), self._chunk.final_logit_softcap)
         if is_text:
@@ -112,6 +118,9 @@ class RoleHead:
             assert self._reference is not None, "load_reference has been called"
             (ref_states,) = device.copied([inputs.ref_hidden_T[microbatch.predicted_in(batch)]])
             outputs_N.append(chunked_full_kl(chosen, weight, ref_states, shard, self._reference))
+        if inputs.with_squares:
+            zeros = [torch.zeros_like(outputs_N[0])] if len(outputs_N) == 2 else []
+            outputs_N += [*zeros, chunked_squares(chosen, weight, shard)]
         return outputs_N
 
     def _vocab_shard(self, rows: int, softcap: float | None) -> VocabShard:

@@ -73,6 +73,27 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None, op=dist.ReduceOp.SUM)
     return x
 
 
+def log_sum_exp(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Log-sum-exp over the full vocabulary, from every rank's ``[n, V_p]``: ``[n]``."""
+    largest = all_reduce(logits.amax(1), group, dist.ReduceOp.MAX)
+    return largest + all_reduce((logits - largest[:, None]).exp().sum(1), group).log()
+
+
+@torch.no_grad()
+def chunked_squares(hidden_N: Tensor, weight: Tensor, shard: VocabShard) -> Tensor:
+    """``sum_v p_v^2`` at each position, float32 ``[N]``, without a gradient.
+
+    Args:
+        hidden_N, weight, shard: as for :func:`chunked_logprobs`.
+    """
+    found = [hidden_N.new_zeros(0, dtype=torch.float32)]
+    for hidden in hidden_N.split(shard.chunk):
+        logits, _ = vocabulary_logits(hidden, weight, shard)
+        logits -= log_sum_exp(logits, shard.group)[:, None]
+        found.append(all_reduce(logits.mul_(2.0).exp_().sum(1), shard.group))
+    return torch.cat(found)
+
+
 def backpropagate_logits(
     grad: Tensor,
     slope: Tensor | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
 from mppo.rewards.scores import UNSCORED
 from mppo.rollout.engine import GenerationRequest, sampling_seed
+from mppo.safety.input_error import InputError
 from mppo.supervision import stop_request
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.generation.supply import collect, go_on, submit
@@ -156,7 +157,32 @@ def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
     if algorithm.score_after_end:
         end_slots_below = run.recipe.data.max_response_length
     packed = pack_at_home(episodes, end_slots_below, algorithm.bootstrap_truncated)
+    if algorithm.gdpo_reward_keys:
+        packed = replace(packed, parts_B=_reward_parts(episodes, algorithm.gdpo_reward_keys))
     return share_out(packed, run.roles.actor.config.num_moe_experts)
+
+
+def _reward_parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
+    """``Batch.parts_B``: these numbers of each score; a response without a score has it for each.
+
+    Raises:
+        InputError: the reward function returned no number of such a name.
+    """
+    rows = []
+    for episode in episodes:
+        score = episode.scored
+        if score.error is not None or score.unscored is not None:
+            row = [score.score] * len(names)
+        elif missing := [name for name in names if name not in score.numbers]:
+            raise InputError(
+                f"algorithm.gdpo_reward_keys: the result of a response has no number "
+                f"{missing[0]!r}; it has {', '.join(score.numbers) or 'none'}: return a dict "
+                "with it beside score"
+            )
+        else:
+            row = [score.numbers[name] for name in names]
+        rows += [row] * len(episode.sequences)
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def generate(

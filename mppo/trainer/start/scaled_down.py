@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mppo.config.document import leaves
+from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
@@ -42,7 +44,7 @@ def scale_down(given: Path, world: int) -> tuple[dict[str, Any], list[str]]:
         The twin's document, and a line for every key in which it differs.
 
     Raises:
-        ConfigError: the recipe is invalid, or the config of one of its models is not known.
+        ConfigError: the recipe is invalid, or the folder of one of its models is unusable.
     """
     recipe = load_recipe(given)
     document = recipe.model_dump(mode="json", exclude_unset=True)
@@ -126,32 +128,36 @@ def _scaled_layout(section: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 def _replace_models(twin: dict[str, Any], recipe: Recipe, configs: ModelConfigs) -> None:
     """Put small models of the same families in the place of all that are not embedded ones."""
-    from mppo.hub.small_models import cached_small_model
-
     twin["model"].pop("hub", None)
     for name in ("model", "critic", "ref", "reward_model"):
         section = twin.get(name) or {}
         path = section.get("path")
         if not path or path.startswith(PREFIX):
             continue
-        hub = recipe.model.hub
-        folder = configs.fetch(path, hub, False, False) if hub else configs.folder(path)
-        plain = read_json(companion_folder(folder) / "config.json")
-        section["path"] = str(cached_small_model(plain))
+        section["path"] = _small_model(path, recipe, configs)
         section.pop("tokenizer_path", None)
+    if recipe.reward_model.normalize.mode == "config":
+        twin["reward_model"].pop("normalize")  # a small model's config has no mean and deviation
+
+
+def _small_model(path: str, recipe: Recipe, configs: ModelConfigs) -> str:
+    """A small model of the family of a recipe's model; an embedded one if its config is unknown."""
+    from mppo.hub.small_models import cached_small_model
+
+    hub = recipe.model.hub
+    try:
+        folder = configs.fetch(path, hub, False, False) if hub else configs.folder(path)
+    except ConfigError:
+        if Path(path).expanduser().exists():
+            raise
+        scores = path == recipe.reward_model.path
+        return f"{PREFIX}tiny-reward" if scores else f"{PREFIX}tiny"
+    return str(cached_small_model(read_json(companion_folder(folder) / "config.json")))
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = dict(leaves(before)), dict(leaves(after))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             was, now = old.get(key, "not set"), new.get(key, "not set")
             yield f"scaled down: {key}: {was} -> {now}"
-
-
-def _leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in document.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
