@@ -41,10 +41,10 @@ from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
 from mppo.supervision.first_rank import on_first_rank
-from mppo.supervision.heartbeat import AlreadyReported, CleanupDeadline, Heartbeat
+from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
-from mppo.trainer.failures import report_failure
+from mppo.trainer.failures import exit_code, report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.opponent import Opponent, read_opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
@@ -110,13 +110,8 @@ def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankG
         return exit_report.refuse_recipe(error, info.rank)
     try:
         _run(evaluation, info, guard, arguments, opponent)
-    except ConfigError as error:
-        return exit_report.refuse_recipe(error, info.rank)
-    except AlreadyReported as reported:
-        cause = reported.__cause__
-        return 2 if isinstance(cause, InputError) else 1
-    except KeyboardInterrupt:
-        return 130
+    except BaseException as error:
+        return exit_code(error, info, recipe)
     return 0
 
 
