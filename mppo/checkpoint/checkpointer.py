@@ -46,7 +46,6 @@ class Checkpointer:
     """Decides when to save, saves, and resumes. All methods are collective.
 
     Args:
-        trainer: the recipe's ``trainer`` section.
         root: folder of the checkpoints, the same on every rank.
         roles: trained roles by name; the first is the one that is exported with a checkpoint.
         parts: the other parts of the run that have a state, by name.
@@ -139,7 +138,6 @@ class Checkpointer:
         """End the run within a step, with a checkpoint of the previous step.
 
         Args:
-            step: the abandoned PPO step.
             reason: whether it had begun to update the models.
         """
         name = self._stop.signal_name or "a signal on another rank"

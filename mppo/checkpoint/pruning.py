@@ -25,7 +25,6 @@ class Pruner:
     Args:
         trainer: ``max_ckpt_to_keep`` and ``best_metric`` are read.
         root: folder of the checkpoints.
-        say: prints a line for the user.
 
     Attributes:
         verified: steps of checkpoints that this process has written or verified.

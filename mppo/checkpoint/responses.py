@@ -64,10 +64,6 @@ def load_responses(folder: Path, rank: int = 0, world: int = 1) -> EpisodesBySam
     Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
     prompts.
 
-    Args:
-        folder: the checkpoint.
-        rank, world: this rank, and the number of ranks.
-
     Raises:
         ValueError, KeyError, TypeError: a file does not hold such responses.
     """

@@ -60,10 +60,7 @@ def describe_model(
     """Describe a model by the values that a checkpoint and the loading model must share.
 
     Args:
-        hf_config: transformers config of the role's model.
         head: "policy" or "value".
-        dtype: of the role's parameters.
-        value_bins: outputs of a value head.
     """
     shape = {key: getattr(hf_config, key) for key in _SHAPE_KEYS if hasattr(hf_config, key)}
     bins = {} if value_bins == 1 else {VALUE_BINS: value_bins}
@@ -172,7 +169,6 @@ class _Share:
         parameter: of the model.
         main: the tensor that the optimizer updates: elements ``start`` to ``stop`` of the flattened
             parameter.
-        start, stop: the range.
     """
 
     parameter: Tensor
@@ -269,7 +265,6 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
 
     Args:
         role: built for the same model, in any layout.
-        folder: the role's folder.
         counters: ``role_counters`` of the run that saved it.
 
     Raises:

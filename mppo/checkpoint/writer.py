@@ -182,13 +182,11 @@ class SaveJob:
     Args:
         building: the folder under construction.
         final: the path of the complete folder.
-        rank, world_size: of this process.
         shards: this rank's planned shards by role.
         contents: small files that this rank writes, by path relative to ``building``.
         write_manifest: called on the first rank with the entries of all files.
         published: called on the first rank when the folder has its final name.
         patience_s: seconds that the first rank waits for the notes of the others.
-        seconds: duration of ``run``.
         error: why the save failed on this rank; None: it did not.
         copied: set when the save no longer reads the role's tensors.
     """

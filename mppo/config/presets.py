@@ -31,12 +31,7 @@ class CopyOf:
 
 @dataclass(frozen=True)
 class IfSet:
-    """A value that applies only if another key is set.
-
-    Args:
-        key: dotted key that must be set, and neither null nor empty.
-        value: the value in that case.
-    """
+    """A value that applies only if another key is set."""
 
     key: str
     value: Any

@@ -18,7 +18,6 @@ def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
     """Check that a batch holds no prompt twice.
 
     Args:
-        prompt_set: the training prompts.
         batch_size: ``data.train_batch_size``.
 
     Raises:

@@ -119,7 +119,6 @@ class _Reader(Generic[Converted]):
     """A file that is being read.
 
     Args:
-        path: the file.
         key: the recipe key that names it.
         convert, fix: as for ``read_converted``.
     """

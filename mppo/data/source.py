@@ -76,7 +76,6 @@ def load_prompts(
     """Read, render, tokenise and filter the prompts of one split.
 
     Args:
-        data: the recipe's section.
         tokenizer: has a chat template if ``data.apply_chat_template`` is set.
         split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
             ``data.val_size`` 0, the validation split is empty.

@@ -203,7 +203,6 @@ def task(name: str, **kwargs: Any) -> Task:
 
     Args:
         name: a key of ``TASKS``, or ``reasoning_gym:NAME``.
-        kwargs: the task's parameters.
 
     Raises:
         ConfigError: unknown task or parameter, or a parameter out of range.

@@ -60,9 +60,6 @@ def write_share(
 
     Args:
         folder: an existing folder.
-        rank: this rank.
-        experience: the part of this rank.
-        leave_out: names of tensors that are not written.
     """
     tensors = {k: v.clone() for k, v in named_tensors(experience).items() if k not in leave_out}
     batch, old = experience.old.batch, experience.old
@@ -86,8 +83,6 @@ def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None)
     """Read sequences that one or several ranks have written.
 
     Args:
-        folder: folder of the files.
-        ranks: number of files.
         held: indices of the sequences to read, ascending; None: all.
 
     Returns:

@@ -43,9 +43,6 @@ class SequenceRow:
 
     Args:
         uid: of the prompt; samples of one prompt share it.
-        data_source: of the prompt.
-        prompt: the prompt as text.
-        ground_truth: the reference answer.
         finish_reason: "stop", "length" or "abort".
         parts: (version of the weights, number of tokens) of the response's parts.
         score: the score, before ``algorithm.normalize_scores``.
@@ -83,12 +80,8 @@ class StepDump:
     """The header of a step's dump.
 
     Args:
-        step: the PPO step.
         recipe: ``recipe_hash`` of the run's recipe.
         ranks: number of ranks that wrote files.
-        kl_coef: coefficient of the KL in the reward, in this step.
-        rows: of all sequences.
-        format: version of the layout of the folder.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")

@@ -28,7 +28,6 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups of them.
-        lr: learning rate.
         betas: ``b1`` and ``b2``, decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: ``wd``.

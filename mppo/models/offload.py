@@ -29,8 +29,6 @@ class _Saved:
         number: its place in the pass.
         tensor: the tensor while it is on the device.
         version: how often it had been changed in place when it was saved.
-        nbytes: its size.
-        copy: its copy in host memory.
         fetched: it is on its way back.
     """
 

@@ -50,7 +50,6 @@ def overlaps(megatron: MegatronConfig, replicas: int, on_cuda: bool) -> tuple[bo
     """Whether gradients are reduced, and weights gathered, in the background.
 
     Args:
-        megatron: the role's ``megatron`` section of the recipe.
         replicas: ranks over which gradients are summed.
         on_cuda: on a CPU, communication in the background would take the computation's cores.
     """
@@ -66,7 +65,6 @@ def wrap_in_ddp(
 
     Args:
         stages: chunks of this rank.
-        megatron: the role's ``megatron`` section of the recipe.
         replicas: ranks over which gradients are summed.
     """
     overlap_reduce, overlap_gather = overlaps(megatron, replicas, device.is_cuda())
@@ -171,7 +169,6 @@ class RoleOptimizer:
 
     Args:
         chunks: DDP-wrapped chunks of this rank.
-        optim: the role's ``optim`` section of the recipe.
         megatron: the role's ``megatron`` section; ``use_distributed_optimizer`` is read.
         dtype: parameters' dtype; with bfloat16 the optimizer keeps float32 main weights.
         total_steps: PPO steps of the run, the length of the decay.

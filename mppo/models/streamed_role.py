@@ -34,7 +34,6 @@ class _RunningMiniBatch:
 
     Args:
         number: index of the mini-batch.
-        microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
         statistics: names of the objective's statistics.
         unsynchronised: DDP's ``no_sync`` of each chunk; while it is open, backward passes reduce no

@@ -42,7 +42,6 @@ def all_gather_objects(
     The objects are pickled: use this for a few kilobytes, outside hot loops.
 
     Args:
-        value: of this rank.
         world: ranks in ``group``; None: ``group_size(group)``. With 1 nothing is exchanged.
         group: process group; None is the default one.
 

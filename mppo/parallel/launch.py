@@ -115,7 +115,6 @@ def launcher_patience_s(
     own ``KillWait`` is 30 s by default, a longer value of torchrun has no effect.
 
     Args:
-        info: this process's place.
         environ: its environment.
         command: command line of its parent.
     """

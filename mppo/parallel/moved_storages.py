@@ -87,7 +87,6 @@ class MovedStorages:
     Args:
         tensors: lists the tensors; called at every move to the host, since a tensor may have
             another storage by then. Tensors on other devices stay where they are.
-        device: the device.
 
     Attributes:
         changed: whether the content may differ from that in host memory. Whoever writes to the

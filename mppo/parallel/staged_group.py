@@ -85,8 +85,6 @@ class StagedGroup(dist.ProcessGroup):
 
     Args:
         store: store of the rendezvous.
-        rank: this rank in the group.
-        size: number of ranks.
         timeout: after which an operation with a missing rank fails.
     """
 

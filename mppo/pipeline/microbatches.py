@@ -64,8 +64,6 @@ def plan_microbatches(
     Args:
         lengths: number of tokens of every sequence of the batch.
         indices: indices of the sequences of this pass.
-        dp: number of data-parallel ranks.
-        limits: size limit of one micro-batch.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
 

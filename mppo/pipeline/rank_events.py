@@ -84,10 +84,6 @@ class Rules:
 def complete_in_order(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> bool:
     """Whether ranks complete that do one event after the other.
 
-    Args:
-        lists: the events of every rank.
-        rules: what the events wait for.
-
     Returns:
         True: all ranks complete under the rules, and all communications have their partners. False:
         they may or may not. Batches of communications are not examined.

@@ -83,8 +83,6 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
     Args:
         kind: the kind of schedule, see ``candidate_streams``.
-        roles: passes, optimizer steps and costs of each role.
-        stages: number of pipeline stages.
 
     Returns:
         The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
@@ -146,8 +144,6 @@ def forward_list(roles: Sequence[RoleWork], stage: int, stages: int) -> list[Act
 
     Args:
         roles: the passes of each role, as one mini-batch.
-        stage: index of the stage.
-        stages: number of pipeline stages.
     """
     (stream,) = candidate_streams("sequential", roles, stages)
     passes = [_pass("forward", roles, entry) for entry in stream.entries]

@@ -99,9 +99,6 @@ def stage_order(
 
     Args:
         stream: the order in which micro-batches enter the pipeline.
-        roles: passes, optimizer steps and costs of each role.
-        stage: index of the stage.
-        stages: number of pipeline stages.
         early: see ``RoleWork.most_in_flight``.
 
     Returns:
@@ -129,7 +126,6 @@ def simulate(
 
     Args:
         stream: the order in which micro-batches enter the pipeline, from ``candidate_streams``.
-        roles: passes, optimizer steps and costs of each role.
         orders: order of every stage's passes, from ``stage_order`` or ``greedy_orders``.
 
     Returns:

@@ -69,8 +69,6 @@ def candidate_streams(kind: ScheduleKind, roles: Sequence[RoleWork], stages: int
             it after the i-th mini-batches of all roles, whose steps are then taken together.
             "flush_free" never drains it: a mini-batch waits only for the previous step of its own
             role. Each kind also permits the streams of the kinds before it.
-        roles: passes, optimizer steps and costs of each role.
-        stages: number of pipeline stages.
     """
     make = partial(_stream, roles, stages)
     orders = list(permutations(range(len(roles))))

@@ -59,7 +59,6 @@ class Reporter:
         trainer: ``logger``, ``project_name`` and ``experiment_name`` are read.
         recipe_dump: the resolved recipe as plain values.
         total_steps: length of the run, for the bar and the ETA.
-        is_main: whether this rank is the main rank.
 
     Raises:
         ConfigError: a tracker's package is not installed.

@@ -31,7 +31,6 @@ def run_report(
     """The report as Markdown.
 
     Args:
-        name: name of the run.
         status: how it ended.
         seconds: wall-clock seconds of this process, without the time before a resume.
         runs: metrics of all steps.

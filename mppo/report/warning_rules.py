@@ -339,8 +339,6 @@ class WarningSpan:
 
     Args:
         warning: of the last of these steps.
-        first: first step.
-        last: last step.
         ongoing: whether it is the last step of the run.
     """
 

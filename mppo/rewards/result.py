@@ -87,7 +87,6 @@ def place_rewards(rewards: TokenRewards, length: int) -> list[float]:
     """The reward of each token of a response; empty if no token has one.
 
     Args:
-        rewards: as read.
         length: tokens of the response.
 
     Raises:

@@ -27,8 +27,6 @@ def server_start(
     Args:
         config: the recipe file.
         overrides: ``section.key=value`` settings.
-        empty: start without weights.
-        on_cpu: whether the server runs on a CPU.
 
     Returns:
         SGLang's options, without address and key, and the environment variables to add.

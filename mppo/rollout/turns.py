@@ -43,7 +43,6 @@ class Turn:
         logprobs: float32 ``[N]``, see ``mppo.batch.episode.EpisodeTokens``.
         finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
             update of its weights, and is asked for the rest.
-        version: of the weights.
         cached: tokens before the turn that lay in the engine's prefix cache; None: it has none.
     """
 

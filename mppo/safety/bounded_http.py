@@ -36,10 +36,8 @@ class Answer:
     """A complete answer.
 
     Args:
-        status: HTTP status code.
         reason: the server's text for the status.
         location: target of a redirect; empty if the server names none.
-        body: the bytes of the body.
     """
 
     status: int

@@ -36,10 +36,6 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
     launchers would kill the first rank before it has reported. They report the error themselves
     only if the first rank did not find it.
 
-    Args:
-        error: the error.
-        rank: this process's rank.
-
     Returns:
         The exit code.
     """

@@ -58,7 +58,6 @@ def advice(phase: str, recipe: Recipe) -> list[str]:
 
     Args:
         phase: ``mppo.supervision.phase.current()`` of the rank that failed.
-        recipe: the recipe of the run.
     """
     for marker, keys in _keys_by_phase(phase).items():
         if marker in phase:

@@ -41,7 +41,6 @@ class ForwardPhase:
     is left out where the recipe takes the engine's log-probabilities instead.
 
     Args:
-        roles: the models.
         batch: the batch, shared out.
 
     Attributes:

@@ -92,8 +92,6 @@ class MixedObjective:
     """``L + coef mean(-log pi(text))`` over micro-batches that hold either kind of sequence.
 
     Args:
-        objective: of the policy's own micro-batches.
-        text: the documents.
         first: index of the first document, after the batch's sequences.
         coef: weight of the documents' loss.
     """

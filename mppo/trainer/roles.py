@@ -31,9 +31,7 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
     """``describe_model`` of the trained roles, by name, without building them.
 
     Args:
-        recipe: the recipe.
         folder: the actor's initial weights.
-        load_config: reads the Hugging Face config of a folder.
     """
     folders = _model_folders(recipe, folder)
     return {
@@ -69,11 +67,8 @@ class Roles:
     """Actor, and critic, reference and reward model where the recipe uses them.
 
     Args:
-        recipe: the recipe.
         folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
             critic and reference unless the recipe names others.
-        load_config: reads the Hugging Face config of a folder.
-        registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.
         text: documents for the pretraining mix; None without one.
         table: who is where in which phase; None: as planned for this machine.

@@ -24,7 +24,6 @@ def token_trees(folder: Path, last: int) -> list[Plain]:
     """Sequences of some dumped steps: of the best and the worst episode, and of others between.
 
     Args:
-        folder: the run folder.
         last: the last step that counts.
 
     Returns:

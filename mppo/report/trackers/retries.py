@@ -26,7 +26,6 @@ class RetriedTracker:
 
     Args:
         name: of the tracker, for lines.
-        tracker: the tracker.
         say: prints a line: at the first failure, when the tracker works again, and at the end how
             many calls failed and were given up.
     """

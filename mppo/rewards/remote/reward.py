@@ -28,8 +28,6 @@ class RemoteReward:
     requests, and responses whose score is missing or not a number are sent again.
 
     Args:
-        server: where requests go.
-        wire: their form.
         options: batch size, concurrency, retries and circuit breaker.
     """
 

@@ -23,7 +23,6 @@ class WireFormat(Protocol):
         """The JSON content of a request.
 
         Args:
-            items: those to score.
             ids: new identifier of each item, unique over all requests.
         """
         ...
@@ -64,7 +63,6 @@ def list_of(answer: Any, name: str, count: int) -> list[Any]:
     Args:
         answer: parsed JSON.
         name: key of the list.
-        count: its length.
 
     Raises:
         InputError: there is no such list, or it has another length.

@@ -154,7 +154,6 @@ def decode(
         prompts: P one-dimensional tensors of token ids, shortest first, none empty.
         parent_R: index of each row's prompt; every prompt is prefilled once.
         key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
-        sampling: sampling parameters.
         limit_R: int64 ``[R]`` on the model's device, most generated tokens of each row.
         stop_tokens: int64 ``[S]`` on the model's device.
 

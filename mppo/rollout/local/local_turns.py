@@ -20,10 +20,7 @@ class LocalTurns:
     """See ``TurnEngine``.
 
     Args:
-        model: the transformers model, with weights.
-        version: of the weights.
         stops: tokens that end a turn, int64.
-        world: number of ranks.
         batch_size: most texts of one batch.
     """
 

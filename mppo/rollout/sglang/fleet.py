@@ -47,12 +47,8 @@ class Fleet:
     The first ``revive`` starts mppo's own servers, and waits until all servers answer.
 
     Args:
-        rollout: the recipe's section.
         model_folder: the folder from which mppo's own servers read the model's configuration.
-        hf_config: that configuration.
         dtype: of the servers' weights.
-        rank, world: this rank and the number of ranks.
-        device: this rank's device.
         folder: for logs and option files, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
         seed: seed of the random seeds of mppo's own servers.

@@ -28,9 +28,7 @@ class SGLangGeneration:
     """See ``rollout.engine.Generation``. The constructor sends the requests; collective.
 
     Args:
-        request: the responses to generate.
         stop_tokens: tokens that end a response.
-        vocab_size: of the model.
         routing: shape of the routed experts in each response; None: none.
         requests: sends jobs to the servers.
         rollout: the recipe's section; with ``max_staleness``, aborted responses are continued by a

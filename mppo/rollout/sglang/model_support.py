@@ -134,9 +134,6 @@ them."""
 def sglang_settings(hf_config: Any) -> dict[str, Any]:
     """Overrides of config.json with which SGLang's model equals the actor's.
 
-    Args:
-        hf_config: transformers config of the model.
-
     Returns:
         Values by key of config.json; empty if SGLang needs no override.
     """
@@ -187,11 +184,6 @@ def _rope(hf_config: Any) -> dict[str, Any]:
 
 def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[ConfigIssue]:
     """Recipes whose rollout engine would compute another model than the actor, or lose weights.
-
-    Args:
-        recipe: the recipe.
-        hf_config: transformers config of the actor's model.
-        on_cpu: servers run on a CPU.
 
     Raises:
         ValueError: the actor does not support the model either.

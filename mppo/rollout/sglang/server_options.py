@@ -83,8 +83,6 @@ def server_options(
     Args:
         model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
-        tensor_parallel: ranks of the server.
-        on_cpu: the server runs on a CPU.
         server_args: ``rollout.server_args``; they override every default here.
         hf_config: the folder's configuration.
         expert_parallel: groups of the server's ranks among which its experts are divided.
@@ -182,11 +180,7 @@ def own_server(
     """A server process, not yet started.
 
     Args:
-        index: of the server in the run.
-        options: from ``server_options``.
-        environment: from ``server_environment``.
         api_key: the key that clients must send.
-        folder: for the log.
         start_timeout_s: longest time until the server answers, in seconds.
         broadcasts: the server receives weights by ``rollout.sync=distributed``.
         random_seed: called at each start, returns the seed of SGLang's random numbers; None: SGLang
@@ -225,8 +219,6 @@ def server_seed(seed: int, server: int, start: int) -> int:
     repeat its random numbers either.
 
     Args:
-        seed: of all servers of the run.
-        server: its index.
         start: how often it was started before.
     """
     digest = hashlib.sha256(f"{seed} {start}".encode()).digest()

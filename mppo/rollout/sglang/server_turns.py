@@ -20,10 +20,8 @@ class ServerTurns:
     """See ``TurnEngine``.
 
     Args:
-        fleet: the servers.
         version: of the weights that they all hold.
         stop_tokens: tokens that end a turn.
-        vocab_size: of the model.
         calls: requests at the same time on each server.
     """
 

@@ -34,7 +34,6 @@ class DistributedTransport:
     Args:
         device: the device of the stream's tensors.
         backend: torch.distributed backend of the group.
-        tensor_parallel: number of ranks of each server.
         address: address of this machine, reachable from the servers' machines.
         timeout_s: longest wait for the servers, in seconds.
     """

@@ -26,7 +26,6 @@ def submit(run: Run, step: int, updates: int) -> PendingRollout:
     does not count them, and holds the responses that have arrived.
 
     Args:
-        run: the run.
         step: the step that trains on the first batch.
         updates: of the weights until that step trains.
     """

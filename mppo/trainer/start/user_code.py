@@ -12,7 +12,6 @@ def check_user_inputs(recipe: Recipe, remarks: list[str]) -> None:
     first row of the data files that are here.
 
     Args:
-        recipe: the recipe.
         remarks: receives a line for code that needs a package that is not installed here.
 
     Raises:

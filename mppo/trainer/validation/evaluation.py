@@ -59,10 +59,6 @@ class Evaluation:
 
     Args:
         recipe: the recipe; ``model.path`` is the evaluated model.
-        folder: the model's folder.
-        config: the model's Hugging Face configuration.
-        tokenizer: the model's.
-        prompts: the validation prompts.
         scorer: the scorer of ``reward.*``, without the reward model.
         agent: answers the policy's turns; None: a response is one turn.
 
@@ -85,11 +81,6 @@ class Evaluation:
 
 def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankGuard) -> int:
     """Evaluate as ``mppo-evaluate`` does. Collective.
-
-    Args:
-        arguments: of the program.
-        info: this process's place.
-        guard: of this process.
 
     Returns:
         The exit code: 0, 2 for an invalid recipe or input, 1 for another failure.
@@ -184,7 +175,6 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     """Read everything except weights.
 
     Args:
-        recipe: the recipe.
         info: rank of this process; the first rank prints the prompts of each data source.
 
     Raises:
@@ -278,7 +268,6 @@ def evaluate(
     """Generate and score responses. Collective.
 
     Args:
-        evaluation: what is evaluated.
         info: rank of this process; the first rank prints the progress.
         with_samples: whether the lines of ``sample_lines`` are made.
 
@@ -314,13 +303,7 @@ def evaluate(
 def _with_reward_model(
     scorer: Scorer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Scorer:
-    """The scorer with the recipe's reward model, which is built here. Collective.
-
-    Args:
-        scorer: the scorer of ``reward.*``.
-        recipe: a recipe with a reward model.
-        tokenizer: the evaluated model's.
-    """
+    """The scorer with the recipe's reward model, which is built here. Collective."""
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
     from mppo.rewards.reward_model.scale import RewardModelScale

@@ -127,9 +127,7 @@ def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judg
     """Ask the judge about every pair, in both orders.
 
     Args:
-        pairs: the answers.
         server: the judge's endpoint, ``.../v1/chat/completions``.
-        model: the judge's name there.
     """
 
     def both_orders(pair: Pair) -> Verdict | str:

@@ -42,7 +42,6 @@ class Reshard:
     """The moves of one entry.
 
     Args:
-        entry: the parameter.
         moves: the moves that fill the engines' shards.
         crossing: elements that move between different ranks.
         total: elements in the engines' shards, without padding.
@@ -61,7 +60,6 @@ class ReshardPlanner:
     """Plans the moves of entries between one training layout and one set of engines.
 
     Args:
-        shape: the model's sizes.
         layout: the training layout.
         owner: pipeline stage of each layer index, and of each row name outside layers.
         engines: for each engine, the training rank that hosts each of its tensor-parallel ranks.

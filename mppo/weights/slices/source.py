@@ -94,9 +94,6 @@ class SliceStream:
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config.
-        layout: the role's layout.
-        request: the slices to send.
 
     Attributes:
         plan: the buckets, equal on every rank.
@@ -156,7 +153,6 @@ class SliceStream:
         """Send the current weights; collective.
 
         Args:
-            version: of these weights.
             since: version that every rollout rank holds; None: they hold none, or different ones.
 
         Yields:

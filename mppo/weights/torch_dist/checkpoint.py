@@ -105,8 +105,6 @@ def load_weights(
     Args:
         path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config.
-        groups: the role's layout and its process groups.
 
     Returns:
         Parameters left as initialised: a value head that ``path`` does not have.

@@ -79,8 +79,6 @@ def plan_megatron(
     """Plan a ``torch_dist`` checkpoint from a Hugging Face folder.
 
     Args:
-        source: the folder.
-        shape: its model's sizes.
         folder: the checkpoint folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored, 8-bit floats
             as bfloat16.
@@ -151,7 +149,6 @@ def plan_hf(
 
     Args:
         checkpoint: its tensor keys, from ``read_checkpoint``.
-        shape: the model's sizes.
         folder: the folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored.
         extra_file: safetensors file of tensors to add unchanged.
