@@ -345,7 +345,6 @@ class Checkpointer:
         )
 
     def _collect(self, job: SaveJob | None) -> None:
-        """Record and report the result of a save that has ended."""
         if job is None:
             return
         self._last_error = None if job.error is None else str(job.error)

@@ -54,7 +54,6 @@ class Pruner:
             shutil.rmtree(partial)
 
     def _metrics(self) -> dict[int, Mapping[str, float]]:
-        """Metrics of every valid checkpoint by step."""
         metrics: dict[int, Mapping[str, float]] = {}
         for path in folders.list_checkpoints(self._root):
             number = folders.step_of(path)

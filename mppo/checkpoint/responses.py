@@ -104,7 +104,6 @@ def _episode(file: Any, place: int, entry: Mapping[str, Any], home: int) -> Epis
 
 
 def _tokens(file: Any, place: int, entry: Mapping[str, Any]) -> EpisodeTokens:
-    """A response's tokens."""
     experts = file.get_tensor(f"{place}/routed_experts") if entry["routed"] else None
     ids, logprobs = (file.get_tensor(f"{place}/{name}") for name in ("response_ids", "logprobs"))
     return EpisodeTokens(ids, logprobs, experts)

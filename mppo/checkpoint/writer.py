@@ -157,7 +157,6 @@ class _CheckedStream:
 
 
 def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
-    """Write one file of the plan, and wait until it is on disk."""
     path, name, (blobs, tensors) = bucket
     results = []
     with open(path, "wb", buffering=0) as raw:

@@ -174,7 +174,6 @@ class _Reader(Generic[Converted]):
 
 
 def _object(content: Any) -> dict[str, Any]:
-    """Return the object of a record."""
     if isinstance(content, Unreadable):
         raise BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):

@@ -121,7 +121,6 @@ def read_one_file(path: Path) -> Experience:
 
 
 def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
-    """See ``read_experience``."""
     with _opened(rank_file(folder, 0)) as file:
         about = parse_json((file.metadata() or {})["experience"])
         names = [name for name in file.keys() if name.endswith("_B")]  # noqa: SIM118
@@ -182,7 +181,6 @@ def _read_held(file: Any, wanted: set[int], found: dict[str, dict[int, Tensor]])
 
 
 def _nothing(folder: Path, name: str) -> Tensor:
-    """A tensor of no token."""
     with _opened(rank_file(folder, 0)) as file:
         return file.get_slice(name)[0:0]
 

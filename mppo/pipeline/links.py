@@ -104,7 +104,6 @@ class Links:
     def _start(
         self, start: Callable[..., dist.Work | None], message: Tensor, kind: MessageKind
     ) -> dist.Work | None:
-        """Start a send or a receive on its route."""
         group, peer = route(kind, self.stage, self.stages)
         rank = self._groups.rank + (peer - self.stage) * self._stride
         return start(message, rank, group=getattr(self._groups, group))

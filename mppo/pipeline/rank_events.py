@@ -144,7 +144,6 @@ class _Meetings:
         return meeting if same and meeting.joined <= size else None
 
     def all_complete(self) -> bool:
-        """Whether all ranks have started all communications."""
         return not any(meeting.missing for known in self._all.values() for meeting in known)
 
 
@@ -164,7 +163,6 @@ class _Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether all events are done."""
         return self._next == len(self._events)
 
     def proceed(self, ready: list[_Rank]) -> bool:

@@ -127,7 +127,6 @@ def _candidates(
 def _with_lists(
     kind: ScheduleKind, roles: tuple[RoleWork, ...], stream: Stream, simulation: Simulation
 ) -> Schedule:
-    """Make the lists of a candidate."""
     steps, stages = steps_of(stream), len(simulation.orders)
     lists = [
         _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)

@@ -139,7 +139,6 @@ class StepConsole:
         return (ended - began) / (last - first) * (self.total_steps - last)
 
     def stop(self) -> None:
-        """Remove the display."""
         if self._display is not None:
             self._display.stop()
             self._display = None
@@ -173,7 +172,6 @@ class _Display:
         self._live.start()
 
     def update(self, step: int, eta: str, metrics: Metrics) -> None:
-        """Show a step that is done."""
         self._bar.update(self._task, completed=step, eta=eta)
         numbers = Table.grid(padding=(0, 2))
         shown = [(label, form.format(metrics[key])) for label, key, form in SHOWN if key in metrics]

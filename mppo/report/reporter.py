@@ -264,7 +264,6 @@ class Reporter:
         write_page(self.run_dir, self._history)
 
     def _send_pictures(self) -> None:
-        """Pass the report's plots to trackers."""
         drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
         for tracker in self._trackers:
             for path in filter(Path.is_file, drawn):

@@ -73,7 +73,6 @@ def _figures(runs: History) -> list[str]:
 
 
 def _phases(runs: History) -> list[str]:
-    """Seconds and share of each timed phase, with its parts below it."""
     times = phase_times(runs.rows)
     if not times:
         return []

@@ -69,7 +69,6 @@ def server_start(
 
 
 def _empty_folder(recipe: Recipe) -> Path:
-    """The folder with the configuration of a server without weights."""
     return companion_folder(resolve_model(recipe.model.path))
 
 

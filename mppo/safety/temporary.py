@@ -131,7 +131,6 @@ def _remove_leftover(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and the paths that its process registered."""
     notes = folder / _NOTES
     lines = notes.read_text().splitlines() if notes.is_file() else []
     for path in map(Path, lines):

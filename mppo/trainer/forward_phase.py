@@ -30,7 +30,6 @@ TIMED_AS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 
 
 def _what(name: str) -> str:
-    """The phase of a role's forward pass."""
     return f"computing {TIMED_AS[name]} with {name}"
 
 

@@ -44,7 +44,6 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
 
 
 def _model_folders(recipe: Recipe, folder: Path) -> dict[str, Path]:
-    """The folder of each role's initial weights: ``folder`` for ``model.path``."""
     roles, seed = recipe.roles(), recipe.trainer.seed
     own = {r.name: resolve_model(r.path, seed=seed) for r in roles if r.path_key != "model.path"}
     return {role.name: own.get(role.name, folder) for role in roles}

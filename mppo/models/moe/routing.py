@@ -369,7 +369,6 @@ def _sequence_of(batch: Sequences, microbatch: MicroBatch) -> Tensor:
 
 
 def _planned(plan: MicroBatchPlan) -> list[int]:
-    """All sequences of a plan."""
     return [index for share in plan for part in share for index in part]
 
 

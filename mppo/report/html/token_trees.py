@@ -88,7 +88,6 @@ def _parent(
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
     count = 0
     for one, other in zip(first, second):
         if one != other:

@@ -235,7 +235,6 @@ class Fleet:
         return [server for server in self.mine if server not in self.apis]
 
     def _start(self, server: int, process: ServerProcess) -> None:
-        """Start a server's process anew."""
         if server in self.lost:
             text = f"restarting {process.name}: {self.lost[server]}"
             print(f"mppo: {text}", flush=True)

@@ -79,7 +79,6 @@ class SGLangGeneration:
         return len(complete_prompts(self._found, self._request)) < needed
 
     def _launch(self, wanted: bool) -> None:
-        """Send requests for missing responses to this rank's servers, if they are wanted."""
         if not wanted:
             return
         request = self._request

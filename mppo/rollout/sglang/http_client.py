@@ -32,7 +32,7 @@ class RequestRefused(RuntimeError):
 
 
 class ServerLost(ConnectionError):
-    """No usable answer: the connection failed, the time ran out, or the server reported a failure."""
+    """No usable answer: the connection failed, time ran out, or the server reported a failure."""
 
     def __init__(self, url: str, why: object) -> None:
         super().__init__(f"{url}: {why}")

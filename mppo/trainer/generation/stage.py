@@ -109,7 +109,6 @@ class DynamicSampling:
 
 
 def _joined(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenate batches."""
     return Rollout(
         [episode for part in parts for episode in part.episodes],
         concatenate_batches([part.batch for part in parts]),

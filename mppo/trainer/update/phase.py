@@ -166,7 +166,6 @@ class UpdatePhase:
             self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
 
     def _streamed(self) -> StreamedUpdate:
-        """Prepare the update of all roles by one schedule."""
         began, batch = time.monotonic(), self.experience.old.batch
 
         def is_late(done: int, of: int) -> bool:

@@ -171,7 +171,6 @@ class Copier:
         out[:, stretch.target_column : stretch.target_column + width].copy_(values)
 
     def _rows(self, source: StoredTensor, first: int, count: int, scales: Scales | None) -> Tensor:
-        """Read rows of a source as a tensor, dequantised."""
         nbytes = count * _row_bytes(source)
         if nbytes > len(self._temporary):
             self._temporary = np.empty(nbytes, dtype=np.uint8)

@@ -102,13 +102,11 @@ class ReshardPlanner:
         return Reshard(entry, tuple(moves), crossing * per_row, total * per_row, gathered * per_row)
 
     def _shards(self, row: Row) -> int:
-        """Number of different shards of a row in the training layout."""
         if row.dim is None or row.name in self.uncut_rows:
             return 1
         return self.layout.etp if row.group == "etp" else self.layout.tp
 
     def _holders(self, entry: Entry, shards: int) -> dict[int, list[int]]:
-        """Training ranks that hold each shard of an entry."""
         key = entry.row.name if entry.layer is None else entry.layer
         holders: dict[int, list[int]] = {}
         for rank in range(self.layout.world):
@@ -192,7 +190,6 @@ def _moves(
     host: int,
     slot: int,
 ) -> Iterator[Move]:
-    """The moves that fill one rollout rank's shard."""
     offset = 0
     for block in needed:
         if block.source != ZERO:  # the engine fills its padding itself
