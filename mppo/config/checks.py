@@ -75,9 +75,6 @@ def check_recipe(
             config of a role that is absent skip that role.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
-
-    Returns:
-        All issues; empty if the recipe is valid.
     """
     issues: list[ConfigIssue] = []
     shapes = {}

@@ -63,9 +63,6 @@ def load_recipe(
         overrides: ``section.key=value`` settings, later ones winning.
         remarks: as of ``read_recipe``.
 
-    Returns:
-        The recipe.
-
     Raises:
         ConfigError: with all issues.
     """

@@ -85,9 +85,6 @@ def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None)
     Args:
         held: indices of the sequences to read, ascending; None: all.
 
-    Returns:
-        The experience of these sequences.
-
     Raises:
         ValueError, KeyError, TypeError, OSError: a file is missing or damaged, or a sequence is in
             no file.

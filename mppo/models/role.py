@@ -301,9 +301,6 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
     Args:
         roles: the roles; their gradients are complete.
         norms: gradient norm of each role, by name.
-
-    Returns:
-        The result of each role's step, by name.
     """
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)

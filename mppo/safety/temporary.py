@@ -82,9 +82,6 @@ def remove_leftovers(place: Path | None = None) -> list[Path]:
 
     Args:
         place: the folder to search; None: the folder for temporary files.
-
-    Returns:
-        The folders removed.
     """
     place = place or Path(tempfile.gettempdir())
     removed = []

@@ -49,9 +49,6 @@ def load_hf_weights(
     Args:
         chunks: this rank's ``GPTModel`` chunks (several under interleaving).
 
-    Returns:
-        The number of parameters and bytes, and what was left out.
-
     Raises:
         InputError: a tensor is missing or unknown, or its shape differs from config.json.
     """

@@ -34,9 +34,6 @@ def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
         folder: the output, on a file system that all ranks share; must not exist.
         chunks: this rank's ``GPTModel`` chunks.
 
-    Returns:
-        The folder.
-
     Raises:
         InputError: the folder exists.
     """

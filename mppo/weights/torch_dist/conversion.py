@@ -86,9 +86,6 @@ def plan_megatron(
         share: the tasks to compute.
         max_file_bytes: most bytes of a file; None: see ``file_bytes``.
 
-    Returns:
-        The plan and the checkpoint's index.
-
     Raises:
         InputError: folder and config do not belong together.
     """
@@ -154,9 +151,6 @@ def plan_hf(
         extra_file: safetensors file of tensors to add unchanged.
         share: the tasks to compute.
         max_shard_bytes: most bytes of one safetensors file.
-
-    Returns:
-        The plan and the place of every tensor.
 
     Raises:
         InputError: the checkpoint lacks a parameter, or has it in another shape.
