@@ -44,9 +44,6 @@ class NodeReport:
         gpus: GPUs of the node, see ``gpus_of_node``.
         driver: version of the NVIDIA driver; empty without one.
         torch_cuda: version of CUDA for which torch is built; empty: for the CPU.
-        free_disk_gb: free space of the working folder's disk, GB.
-        writable: whether the working folder is writable.
-        port_free: whether the rendezvous port is free.
         clock_s: seconds since the epoch.
     """
 

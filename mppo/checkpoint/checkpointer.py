@@ -51,7 +51,6 @@ class Checkpointer:
         parts: the other parts of the run that have a state, by name.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
-        say: prints a line for the user (on the first rank).
         exporting: context in which the weights are on the device, for an export.
         flush: flushes what the run has logged to disk, before a checkpoint can be complete.
 
@@ -177,7 +176,6 @@ class Checkpointer:
 
         Args:
             step: the PPO step that has just ended.
-            last: whether it is the last step of the run.
             metrics: of the step, for the choice of the best checkpoint.
 
         Returns:
@@ -209,8 +207,6 @@ class Checkpointer:
         """Start a save; with ``trainer.async_save: false`` also wait for it.
 
         Args:
-            step: number of completed PPO steps.
-            metrics: of the last completed step.
             before: the state after that step, if it has changed since; None: the current state.
         """
         self._collect(self._thread.wait())

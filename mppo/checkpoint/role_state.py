@@ -166,7 +166,6 @@ class _Share:
     """The range of a parameter that this rank's optimizer updates.
 
     Args:
-        parameter: of the model.
         main: the tensor that the optimizer updates: elements ``start`` to ``stop`` of the flattened
             parameter.
     """
@@ -217,7 +216,6 @@ def _pieces(
         share: the range of the parameter.
         parameter: the parameter, where it can be read.
         entry: its sharded entry.
-        tensors: the state by kind.
     """
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []

@@ -69,8 +69,6 @@ class PlannedShards:
     """This rank's part of one role's distributed checkpoint.
 
     Args:
-        folder: the role's folder.
-        writer: Megatron's writer, which writes the metadata.
         metadata: of all shards; None except on the first rank.
         common: state that is not sharded; the first rank writes it.
         buckets: one file each: (path, name, (byte items, tensor items)).
@@ -104,7 +102,6 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
     """Plan which rank writes which shard, and stage a GPU's tensors. Collective.
 
     Args:
-        sharded_state: Megatron's sharded state dict.
         folder: the role's folder; exists and is empty.
         buffers: hold copies of tensors, as training continues during the save; None if it waits.
     """

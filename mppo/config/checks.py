@@ -69,8 +69,6 @@ def check_recipe(
     """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
-        recipe: a valid recipe.
-        world_size: number of ranks.
         hf_configs: Hugging Face config object of each role's model, by role; rules that need the
             config of a role that is absent skip that role.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
@@ -111,7 +109,6 @@ def load_checked(
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
     Args:
-        given: where the recipe comes from.
         overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.

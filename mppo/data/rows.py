@@ -40,7 +40,6 @@ class DataRow:
         prompt: a text, or chat messages with ``role`` and ``content``.
         answer: the ground truth; a value that is not a text becomes JSON.
         data_source: the row's ``data_source``, or the file's name without its suffix.
-        extra: the row's other columns.
         where: file and line for messages.
     """
 

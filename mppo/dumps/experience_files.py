@@ -56,11 +56,7 @@ def named_tensors(experience: Experience) -> dict[str, Tensor]:
 def write_share(
     folder: Path, rank: int, experience: Experience, leave_out: Collection[str] = ()
 ) -> None:
-    """Write the sequences that this rank holds.
-
-    Args:
-        folder: an existing folder.
-    """
+    """Write the sequences that this rank holds."""
     tensors = {k: v.clone() for k, v in named_tensors(experience).items() if k not in leave_out}
     batch, old = experience.old.batch, experience.old
     layers = batch.expert_layers

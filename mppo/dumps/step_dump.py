@@ -47,7 +47,6 @@ class SequenceRow:
         parts: (version of the weights, number of tokens) of the response's parts.
         score: the score, before ``algorithm.normalize_scores``.
         baseline: score of a greedy response to the prompt; None without one.
-        numbers: further numbers of the reward function.
         error: why the reward function failed; None: it did not.
         unscored: reason of a score of 0 (``mppo.rewards.scores.UNSCORED``); None: it was scored.
         token_total: sum of the rewards of its tokens, which are part of ``score``.

@@ -69,7 +69,6 @@ def transformer_config(
     """Build Megatron's configuration of a role.
 
     Args:
-        dtype: dtype of parameters and activations.
         trained: whether Megatron's DDP will hold gradient buffers that linear layers add to.
 
     Returns:

@@ -125,7 +125,6 @@ def offloaded_activations(
 
     Args:
         module: the module whose forward pass runs in this context.
-        copier: copies tensors of the module's device.
         ahead: bytes of this pass that stay on the device, or are brought back early; None:
             ``AHEAD``.
     """

@@ -222,7 +222,6 @@ class Role:
         """Start to sum loss and statistics over the micro-batches of all ranks.
 
         Args:
-            parts: loss and statistics of this rank's micro-batches.
             stop: whether this rank wants to end the update early.
         """
         assert all(stats.keys() == set(names) for _, stats in parts), f"statistics of {self.name}"
@@ -300,7 +299,6 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
 
     Args:
         roles: the roles; their gradients are complete.
-        norms: gradient norm of each role, by name.
     """
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)

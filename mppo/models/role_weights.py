@@ -32,7 +32,6 @@ class RoleWeights:
     needs the layout's groups active.
 
     Args:
-        stages: chunks of this rank.
         folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
 
     Attributes:

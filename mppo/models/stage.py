@@ -58,8 +58,6 @@ class Stage(GPTModel):
     ``mppo.models.heads`` applies it to some tokens at a time.
 
     Args:
-        head: what the model ends in.
-        value_bins: outputs of a value head.
         args, kwargs: of ``GPTModel``.
     """
 
@@ -159,7 +157,6 @@ def build_stages(
         family: architecture, from ``family_config``.
         config: the Megatron configuration made from it for this layout.
         padded_vocab: vocabulary size, a multiple of the tensor-parallel size.
-        head: what the model ends in.
 
     Returns:
         ``layout.vpp`` chunks in virtual-stage order, on this rank's device, with Megatron's initial
@@ -200,7 +197,6 @@ def layer_specs(
 
     Args:
         vp_stage: index of the chunk under interleaving; otherwise None.
-        last: whether this is the model's last chunk.
     """
     use_te = uses_transformer_engine(family)
     with warnings.catch_warnings():

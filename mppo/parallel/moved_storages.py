@@ -30,7 +30,6 @@ class _Moved:
     Args:
         storage: the storage; empty while it is in host memory.
         start: first byte of its content in the host memory.
-        nbytes: its size on the device.
     """
 
     storage: torch.UntypedStorage

@@ -26,7 +26,6 @@ class Arriving:
     """A message whose non-blocking send or receive has started.
 
     Args:
-        tensor: the message.
         work: handle of the send or receive; None on a rank outside the process group.
     """
 

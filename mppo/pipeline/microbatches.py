@@ -39,7 +39,6 @@ class MicroBatchSpec:
         dp: number of data-parallel ranks.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
-        limits: size limit of one micro-batch.
     """
 
     dp: int

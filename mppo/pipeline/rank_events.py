@@ -130,8 +130,6 @@ class _Meetings:
 
         Args:
             key: the communicator, and for a message its direction.
-            side: the rank.
-            size: number of ranks.
             content: the message, or the ranks and what they sum; None: not known.
         """
         known, at = self._all.setdefault(key, []), self._joined.get((key, side), 0)

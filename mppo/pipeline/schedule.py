@@ -26,7 +26,6 @@ class Schedule:
         stream: the order in which micro-batches pass through the stages.
         steps: the optimizer steps, in the order of ``steps_of``.
         simulation: simulated start times of the passes, at the costs in ``roles``.
-        lists: the list of actions of every stage.
     """
 
     kind: ScheduleKind
@@ -44,7 +43,6 @@ class Schedule:
         end on every stage, because their messages may be in flight. No further step is taken.
 
         Args:
-            stage: index of the stage.
             position: index of the "step" in the stage's list; this step is not taken either.
         """
         left = self.lists[stage][position]

@@ -59,8 +59,6 @@ class Step:
     """An optimizer step of a stream.
 
     Args:
-        role: index of the role.
-        mini_batch: index of the mini-batch.
         last: index of the entry whose backward pass is the mini-batch's last one.
         before: index of the first entry whose forward pass needs the step; the number of entries
             if there is none.

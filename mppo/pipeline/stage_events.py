@@ -27,7 +27,6 @@ def hang_of(
     Sends need their receivers, and all stages wait in "norm" as with tied embeddings.
 
     Args:
-        lists: the lists of all stages.
         host_waits: what the host waits for in every pass: the stream on which it computes, as
             with experts, whose token counts it reads; or the whole device.
 

@@ -26,8 +26,6 @@ class StreamEntry:
 
     Args:
         role: index of the role.
-        mini_batch: index of the mini-batch within the role's update.
-        micro_batch: index of the micro-batch within the mini-batch.
         chunk: index of the chunk on each stage; 0 without interleaving.
         after: the first ``after`` backward passes of a stage precede this entry's forward pass
             there. They include all mini-batches whose optimizer steps the entry needs.

@@ -43,7 +43,6 @@ class PhaseTime:
     """A timed phase of all steps together.
 
     Args:
-        seconds: in all.
         share: of the time of all phases.
         is_part: whether it is a part of the phase before it that is none.
     """

@@ -31,11 +31,8 @@ def run_report(
     """The report as Markdown.
 
     Args:
-        status: how it ended.
         seconds: wall-clock seconds of this process, without the time before a resume.
-        runs: metrics of all steps.
         samples: completions by step.
-        recipe: the resolved recipe without secrets.
     """
     steps = [step for step, _ in runs.rows]
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]

@@ -40,7 +40,6 @@ class FunctionReward:
         name: ``module:function`` or ``path.py:function``. The function returns for each response a
             value that ``mppo.rewards.result`` reads.
         kwargs: its arguments besides those of its form.
-        timeout_s: time limit for one call in seconds.
         memory_mb: limit of a process's address space in MiB.
         workers: processes; the function's state in one of them is not known to the others.
         batch_size: most responses in one call, if the form allows several; None: an equal part of

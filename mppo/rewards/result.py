@@ -40,7 +40,6 @@ class RewardResult:
 
     Args:
         score: the outcome reward.
-        numbers: further numbers by name.
         token_rewards: further rewards by token; empty: none.
         answer: the text or number under ``pred``, the answer that the function found; None without.
     """

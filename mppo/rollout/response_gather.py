@@ -150,7 +150,6 @@ def cut_rows(
 
     Args:
         keys: index of each response in the result of the request.
-        lengths: tokens of each response.
         tokens: token ids of all responses, concatenated.
         logprobs: log-probabilities of the same tokens.
     """

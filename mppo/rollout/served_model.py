@@ -25,7 +25,6 @@ def server_start(
     """Options and environment of the server for a recipe.
 
     Args:
-        config: the recipe file.
         overrides: ``section.key=value`` settings.
 
     Returns:

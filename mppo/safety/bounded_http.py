@@ -92,7 +92,6 @@ def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> 
 
     Args:
         request: a request to an ``http`` or ``https`` URL.
-        timeout_s: time limit for the exchange in seconds.
         max_bytes: limit of the answer in bytes, headers included.
 
     Raises:

@@ -77,7 +77,6 @@ class HealthMonitor:
 
         Args:
             beats: by rank; a rank that has not started yet is absent.
-            now: time of this call, in seconds.
         """
         for rank, beat in beats.items():
             before = self._newest.get(rank)

@@ -39,9 +39,6 @@ class ForwardPhase:
     They run through one pipeline if the layouts allow it, otherwise one role at a time. The actor
     is left out where the recipe takes the engine's log-probabilities instead.
 
-    Args:
-        batch: the batch, shared out.
-
     Attributes:
         passes: the roles that compute, those of one stream together; the reference comes before
             the actor, whose pass may read its hidden states.

@@ -188,7 +188,6 @@ def _explained(errors_B: Tensor, returns_B: Tensor, episodes: EpisodeIndex) -> d
     Args:
         errors_B: float64 ``[B, 5]``, moments of each sequence's ``returns - values``.
         returns_B: float64 ``[B, 5]``, of its returns.
-        episodes: the sequences' episodes.
     """
     tokens_E = episodes.sum(returns_B[:, 0])
     weights: dict[str, Tensor | None] = {
@@ -209,7 +208,6 @@ def explained_variance(errors: Moments, returns: Moments) -> float | None:
 
     Args:
         errors: moments of ``returns - values``.
-        returns: moments of the returns.
 
     Returns:
         None where it is undefined: there are fewer than two returns, or all are equal but for
@@ -376,9 +374,6 @@ def rank_metrics(probe_ms: float) -> dict[str, float]:
 def by_rank(prefix: str, values: Sequence[float]) -> dict[str, float]:
     """The metrics of a number that each rank has.
 
-    Args:
-        prefix: of the metrics.
-
     Returns:
         Of up to ``_ALL_RANKS`` ranks the number of each. Of more the smallest, the median and the
         largest, and the numbers of the ``_HIGHEST`` ranks: a thousand ranks would make a line of
@@ -397,7 +392,6 @@ def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
 
     Args:
         lengths: tokens of every sequence of the batch.
-        dp: data-parallel ranks.
     """
     bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
     unbalanced = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]

@@ -71,7 +71,6 @@ class PretrainingMix:
             batch: sequences, of which this rank holds those that it works on.
             plan: micro-batches of one mini-batch of it.
             documents: from ``draw``.
-            objective: of the mini-batch's micro-batches.
 
         Returns:
             The longer batch; the plan with the documents' micro-batches after each rank's own; the

@@ -91,8 +91,6 @@ class Earlier:
     Args:
         steps: steps of the checkpoints, newest first.
         finished: number of steps of the finished run; 0 if none has finished.
-        exported: whether the folder holds what a run exports at its end.
-        results: whether the folder holds metrics or samples.
         recipe: content of recipe.yaml; None if it is missing or unreadable.
     """
 

@@ -50,7 +50,6 @@ def train_sft(
 
     Args:
         recipe: ``trainer.warm_start_*`` and the actor's layout.
-        folder: Hugging Face folder to start from.
         on_step: called with each step's number and loss (nats per answer token).
 
     Returns:

@@ -20,7 +20,6 @@ class Slot:
 
     Args:
         tensor: this rank's shard, a view of the module's storage.
-        rank: index of the shard.
         size: number of shards (1: this rank holds the full parameter).
     """
 

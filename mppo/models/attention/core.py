@@ -282,7 +282,6 @@ def softcapped_attention(
         q: ``[rows, heads, queries, dim]``.
         k, v: ``[rows, groups, keys, dim]``.
         mask: bool ``[queries, keys]``, True where a key is seen.
-        softcap: bound of the scores.
 
     Returns:
         ``[rows, heads, queries, dim]`` in the dtype of ``q``. Source: Gemma 2

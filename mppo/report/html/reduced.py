@@ -87,7 +87,6 @@ def in_columns(
 
     Args:
         values: a value for each; None: there is none.
-        width: steps of a column.
     """
     columns = range(0, len(steps), width)
     parts = [[v for v in values[i : i + width] if v is not None] for i in columns]

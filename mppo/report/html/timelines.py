@@ -39,9 +39,6 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
     Each has ``unit``, the seconds of a tick, ``actions`` (kind, role, mini-batch, micro-batch,
     chunk) and ``panels``. A row of a panel is its number and a flat list with three integers per
     event: index of its action, ticks since the end of the event before, and its own ticks.
-
-    Args:
-        last: the last step of the run.
     """
     found = []
     steps = [each for each in recorded_steps(folder).items() if each[0] <= last]

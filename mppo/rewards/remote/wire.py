@@ -31,7 +31,6 @@ class WireFormat(Protocol):
         """The result of each item of a request.
 
         Args:
-            answer: parsed JSON.
             items, ids: as they were given to ``body``.
 
         Returns:
@@ -61,7 +60,6 @@ def list_of(answer: Any, name: str, count: int) -> list[Any]:
     """Take a list out of an answer.
 
     Args:
-        answer: parsed JSON.
         name: key of the list.
 
     Raises:

@@ -48,7 +48,6 @@ class SGLangEngine:
     Args:
         hf_folder: model folder (servers started by mppo read only its configuration).
         dtype: of the servers' weights.
-        device: the device of the stream's tensors.
         run_dir: for logs, option files and weights synced by disk.
         seed: seed of the random seeds of servers that mppo starts.
         routing: shape of the routed experts that episodes carry; None: they carry none.

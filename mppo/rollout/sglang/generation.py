@@ -28,7 +28,6 @@ class SGLangGeneration:
     """See ``rollout.engine.Generation``. The constructor sends the requests; collective.
 
     Args:
-        stop_tokens: tokens that end a response.
         routing: shape of the routed experts in each response; None: none.
         requests: sends jobs to the servers.
         rollout: the recipe's section; with ``max_staleness``, aborted responses are continued by a

@@ -32,8 +32,6 @@ class Served:
     """What SGLang supports in a family's config.json.
 
     Args:
-        activations: supported activations.
-        ropes: supported kinds of rotary scaling.
         every_other_window: the window slides in layers 0, 2, 4...; False: in no layer.
         ties: supported values of ``tie_word_embeddings``.
         takes_head_dim: heads have the width ``head_dim``; False: ``hidden_size`` / heads.

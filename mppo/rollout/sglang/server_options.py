@@ -81,10 +81,8 @@ def server_options(
     """SGLang's options for a server.
 
     Args:
-        model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
         server_args: ``rollout.server_args``; they override every default here.
-        hf_config: the folder's configuration.
         expert_parallel: groups of the server's ranks among which its experts are divided.
         with_weights: load the folder's weights and tokenizer; False: read only its configuration,
             start with dummy weights, and receive weights by sync.
@@ -180,8 +178,6 @@ def own_server(
     """A server process, not yet started.
 
     Args:
-        api_key: the key that clients must send.
-        start_timeout_s: longest time until the server answers, in seconds.
         broadcasts: the server receives weights by ``rollout.sync=distributed``.
         random_seed: called at each start, returns the seed of SGLang's random numbers; None: SGLang
             draws one.

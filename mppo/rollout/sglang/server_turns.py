@@ -21,7 +21,6 @@ class ServerTurns:
 
     Args:
         version: of the weights that they all hold.
-        stop_tokens: tokens that end a turn.
         calls: requests at the same time on each server.
     """
 

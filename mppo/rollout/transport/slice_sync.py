@@ -30,7 +30,6 @@ class SliceTransport(TensorTransport):
     """Shared memory on one machine, as ``TensorTransport``, with each rollout rank's slices only.
 
     Args:
-        device: the device of the weights.
         reports: for each server, the file to which it writes errors.
         report: that file of this rank's servers.
     """
@@ -130,7 +129,6 @@ class SliceSync:
     Args:
         fleet: the servers, which mppo started.
         dtype: of the servers' weights.
-        folder: for the servers' error reports.
 
     Attributes:
         transport: carries the slices.

@@ -49,9 +49,6 @@ def sample_lines(
 ) -> list[str]:
     """One JSON object for each response, with prompt, answer and score. Collective.
 
-    Args:
-        episodes: the responses, scored.
-
     Returns:
         The lines on the first rank; none elsewhere.
     """

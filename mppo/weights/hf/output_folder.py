@@ -104,7 +104,6 @@ def plan_files(
     """Assign tensors to safetensors files, in order.
 
     Args:
-        tensors: dtype and shape by name.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
     """
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]

@@ -42,7 +42,6 @@ class Reshard:
     """The moves of one entry.
 
     Args:
-        moves: the moves that fill the engines' shards.
         crossing: elements that move between different ranks.
         total: elements in the engines' shards, without padding.
         gathered: elements that would move if every training rank gathered the full entry.
@@ -60,7 +59,6 @@ class ReshardPlanner:
     """Plans the moves of entries between one training layout and one set of engines.
 
     Args:
-        layout: the training layout.
         owner: pipeline stage of each layer index, and of each row name outside layers.
         engines: for each engine, the training rank that hosts each of its tensor-parallel ranks.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.

@@ -40,7 +40,6 @@ class Message:
     """The part of a bucket that one training rank sends to one rollout rank.
 
     Args:
-        pieces: the slices it is about.
         blocks: number of blocks in ``content``, or ``ALL_BLOCKS``.
         content: uint8, see ``mppo.weights.slices.messages.block_message``.
     """
