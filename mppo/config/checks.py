@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mppo.config.data_set_name import DataSetName, is_data_set, parse_data_set
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import Given, read_recipe, source_name
 from mppo.config.rules import (
     agent,
@@ -49,6 +49,12 @@ ReadConfig = Callable[[str], Any]
 FetchModel = Callable[[str, Hub, bool, bool], Path]
 """From a model's name, the hub that has it, whether its weights are needed, and whether its code
 may run, to the folder it was downloaded to; raises ConfigError."""
+
+FetchDataSet = Callable[[DataSetName], Sequence[Path]]
+"""From a data set to its local files, downloaded if they are not there; raises ConfigError."""
+
+_DEFAULT_SPLITS = {"train_files": "train", "val_files": "test", "ptx_files": "train"}
+"""The split of a data set without one, by key."""
 
 RoleCheck = Callable[[RoleConfig, Any], Iterable[ConfigIssue]]
 """From a role and its model's config object to issues that need Megatron or the weights to find;
@@ -144,7 +150,7 @@ def load_checked(
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
     if fetch_data_set is not None and files and not issues:
-        recipe, issues = with_local_files(recipe, fetch_data_set)
+        recipe, issues = _with_local_files(recipe, fetch_data_set)
     issues += _unless_known(check_run_folder(recipe), issues)
     issues += _unless_known(check_files(recipe) if files else check_code(recipe), issues)
     issues = [issue for issue in issues if concerns(issue.key)]
@@ -194,6 +200,41 @@ def _download_models(
             continue
         recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
     return recipe, issues
+
+
+def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list[ConfigIssue]]:
+    """The recipe with local files for data sets of the Hub, and the issues of failed downloads."""
+    issues: list[ConfigIssue] = []
+
+    def local(key: str, section: Any) -> dict[str, tuple[str, ...]]:
+        """The lists of files of a section that name data sets, with their local files."""
+        found: dict[str, tuple[str, ...]] = {}
+        for field, split in _DEFAULT_SPLITS.items():
+            names = getattr(section, field, ())
+            if any(map(is_data_set, names)):
+                files = [_fetched(f"{key}.{field}", name, split, fetch, issues) for name in names]
+                found[field] = tuple(file for part in files for file in part)
+        return found
+
+    data = recipe.data
+    sources = tuple(
+        source.model_copy(update=local(f"data.sources.{index}", source))
+        for index, source in enumerate(data.sources)
+    )
+    data = data.model_copy(update={**local("data", data), "sources": sources})
+    return recipe.model_copy(update={"data": data}), issues
+
+
+def _fetched(
+    key: str, name: str, split: str, fetch: FetchDataSet, issues: list[ConfigIssue]
+) -> Sequence[str]:
+    if not is_data_set(name):
+        return [name]
+    try:
+        return [str(file) for file in fetch(parse_data_set(name, split))]
+    except ConfigError as error:
+        issues += [replace(issue, key=key, value=name) for issue in error.issues]
+        return []
 
 
 def _read_configs(

@@ -95,6 +95,11 @@ class Fleet:
         if not rollout.urls:
             self._make_servers(model_folder, hf_config, dtype, device, folder, make_server)
 
+    @property
+    def heads(self) -> list[int]:
+        """``head_of`` every server."""
+        return [self.head_of(server) for server in range(self.count)]
+
     def head_of(self, server: int) -> int:
         """The rank that sends requests to a server."""
         return server * max(1, self._world // self.count) % self._world
