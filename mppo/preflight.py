@@ -38,19 +38,12 @@ class NodeReport:
     """One node's software, devices, disk and clock.
 
     Args:
-        host: host name.
-        python: version of the interpreter.
         packages: version by package, "absent" if it is not installed.
         mppo: version and location of mppo.
-        device: name of the device that ranks will use.
         devices: GPUs that torch sees.
         gpus: GPUs of the node, see ``gpus_of_node``.
         driver: version of the NVIDIA driver; empty without one.
         torch_cuda: version of CUDA for which torch is built; empty: for the CPU.
-        ranks: ranks that will be started on the node.
-        free_disk_gb: free space of the working folder's disk, GB.
-        writable: whether the working folder is writable.
-        port_free: whether the rendezvous port is free.
         clock_s: seconds since the epoch.
     """
 
@@ -71,13 +64,7 @@ class NodeReport:
 
 
 def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
-    """The report of this node.
-
-    Args:
-        ranks: ranks that will be started here.
-        port: the rendezvous port.
-        folder: the working folder.
-    """
+    """The report of this node."""
     import torch  # here: --help and judging do not need it
 
     from mppo.parallel import device
@@ -106,7 +93,6 @@ def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> li
 
     Args:
         reports: one per node that answered.
-        nodes: number of nodes of the job.
         now_s: this node's clock, seconds since the epoch.
 
     Returns:

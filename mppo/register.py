@@ -24,12 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class RegistrationError(InputError):
-    """A function cannot be registered.
-
-    Args:
-        why: the reason.
-        fix: what to do.
-    """
+    """A function cannot be registered."""
 
     def __init__(self, why: str, fix: str) -> None:
         self.why, self.fix = why, fix

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError
 from mppo.parallel.environment import set_for_training
 from mppo.plan import add_plan_options, print_plan
-from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
@@ -45,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = recipe_to_train(given, arguments.overrides, info, guard)
     except ValueError as error:
         return exit_report.refuse_recipe(error, info.rank)
-    from mppo.supervision.heartbeat import AlreadyReported, no_early_success
-    from mppo.trainer.failures import report_failure
+    from mppo.supervision.heartbeat import no_early_success
+    from mppo.trainer.failures import exit_code
 
     try:
         with no_early_success():
@@ -54,16 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             result = train_and_export(recipe, info, guard, UserParts())
             return 1 if result.gate_held is False else 0
-    except ConfigError as error:
-        return exit_report.refuse_recipe(error, info.rank)
-    except AlreadyReported as reported:
-        cause = reported.__cause__
-        return 2 if isinstance(cause, InputError) else 1
-    except KeyboardInterrupt:
-        return 130
     except BaseException as error:  # also SystemExit, which a user's function may raise
-        report_failure(error, info, recipe)
-        return 2 if isinstance(error, InputError) else 1
+        return exit_code(error, info, recipe)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mppo import register
-from mppo.algos.unique import unique_index
+from mppo.algos.masked import unique_index
 
 
 @dataclass(frozen=True)

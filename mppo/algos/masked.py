@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from mppo.algos.unique import unique_index
-
 EPS = 1e-8
 """Added to a variance: keeps the result finite for a constant input."""
+_unique = cast(Any, torch.unique)  # pyright: ignore[reportUnknownMemberType]  not annotated
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -117,6 +117,16 @@ def merged_moments(moments_B: Tensor, weight_B: Tensor | None = None) -> Moments
 def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """Sum of ``x`` where ``mask`` is 1; values outside the mask, even NaN, are ignored."""
     return torch.where(mask_T > 0, x_T * mask_T, 0.0).sum()
+
+
+def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct values ``[G]`` in ascending order, each element's index among them, and counts.
+
+    Returns:
+        Values ``[G]``, int64 indices ``[N]``, int64 counts ``[G]``.
+    """
+    found = _unique(x_N, return_inverse=True, return_counts=True)
+    return cast("tuple[Tensor, Tensor, Tensor]", found)
 
 
 def masked_whiten(

@@ -138,11 +138,7 @@ class Episode(ComparedByValue):
         """An episode whose tokens this rank has received.
 
         Args:
-            prompt: the prompt.
-            tokens: all after the prompt.
-            finish_reason: see ``Episode``.
             version: of the weights that generated the tokens after the earlier parts.
-            earlier: the parts before.
         """
         last = len(tokens.ids) - sum(count for _, count in earlier)
         parts = (*earlier, (version, last))

@@ -51,10 +51,6 @@ def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
 def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
 
-    Args:
-        gather: of the batch.
-        table: tensors by name.
-
     Returns:
         float64 ``[B, ...]`` by name.
     """

@@ -25,7 +25,6 @@ def bring_episodes(
     """Bring episodes from their homes to the ranks that want them. Collective.
 
     Args:
-        episodes: all that may move.
         wanted: numbers of the episodes that each rank wants, the same on every rank.
 
     Returns:
@@ -58,7 +57,6 @@ def bring_ids(episodes: Sequence[Episode], wanted: Sequence[Sequence[int]]) -> d
     """Bring the token ids alone to the ranks that want them. Collective.
 
     Args:
-        episodes: all that may move.
         wanted: as for ``bring_episodes``; the ranks are those of the default group.
 
     Returns:

@@ -15,7 +15,6 @@ class Outputs:
     """A batch with the models' outputs before any update, on the tokens that this rank holds.
 
     Args:
-        batch: the batch.
         logprobs_T: the policy's log-probabilities, float32 ``[T]``: the actor's, or in bypass mode
             the engine's.
         ref_logprobs_T: the reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``

@@ -93,7 +93,6 @@ def _clear_inserted(mask_T: Tensor, held: Sequence[Episode], starts: Sequence[in
 
     Args:
         mask_T: float32 ``[T]``.
-        held: the episodes held.
         starts: index of the token after the prompt of each.
     """
     for episode, start in zip(held, starts, strict=True):

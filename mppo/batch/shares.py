@@ -32,7 +32,6 @@ def pack_at_home(
 
     Args:
         episodes: all, scored.
-        end_slots_below, bootstraps: see ``pack_episodes``.
 
     Returns:
         The batch, with the sequences' homes.

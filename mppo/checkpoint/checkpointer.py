@@ -46,13 +46,11 @@ class Checkpointer:
     """Decides when to save, saves, and resumes. All methods are collective.
 
     Args:
-        trainer: the recipe's ``trainer`` section.
         root: folder of the checkpoints, the same on every rank.
         roles: trained roles by name; the first is the one that is exported with a checkpoint.
         parts: the other parts of the run that have a state, by name.
         recipe: the resolved recipe as plain values, without secrets.
         stop: stop requests of this process.
-        say: prints a line for the user (on the first rank).
         exporting: context in which the weights are on the device, for an export.
         flush: flushes what the run has logged to disk, before a checkpoint can be complete.
 
@@ -139,7 +137,6 @@ class Checkpointer:
         """End the run within a step, with a checkpoint of the previous step.
 
         Args:
-            step: the abandoned PPO step.
             reason: whether it had begun to update the models.
         """
         name = self._stop.signal_name or "a signal on another rank"
@@ -179,7 +176,6 @@ class Checkpointer:
 
         Args:
             step: the PPO step that has just ended.
-            last: whether it is the last step of the run.
             metrics: of the step, for the choice of the best checkpoint.
 
         Returns:
@@ -211,8 +207,6 @@ class Checkpointer:
         """Start a save; with ``trainer.async_save: false`` also wait for it.
 
         Args:
-            step: number of completed PPO steps.
-            metrics: of the last completed step.
             before: the state after that step, if it has changed since; None: the current state.
         """
         self._collect(self._thread.wait())
@@ -347,7 +341,6 @@ class Checkpointer:
         )
 
     def _collect(self, job: SaveJob | None) -> None:
-        """Record and report the result of a save that has ended."""
         if job is None:
             return
         self._last_error = None if job.error is None else str(job.error)

@@ -35,12 +35,9 @@ class Manifest:
     """The table of contents of a checkpoint.
 
     Args:
-        step: number of completed PPO steps.
         world_size: number of ranks that wrote the checkpoint.
         roles: layout and model (``describe_model``) by role.
-        metrics: the step's metrics.
         files: sizes and checksums by path relative to the folder.
-        version: version of mppo.
         format: version of the folder's format; readers refuse newer ones.
     """
 

@@ -32,8 +32,6 @@ def run_folder_lock(
     On a file system without such locks the folder is used without one, and a line reports it.
 
     Args:
-        folder: the run's folder.
-        say: prints a line for the user.
         patience_s: seconds to wait for another job to end.
 
     Raises:

@@ -25,7 +25,6 @@ class Pruner:
     Args:
         trainer: ``max_ckpt_to_keep`` and ``best_metric`` are read.
         root: folder of the checkpoints.
-        say: prints a line for the user.
 
     Attributes:
         verified: steps of checkpoints that this process has written or verified.
@@ -55,7 +54,6 @@ class Pruner:
             shutil.rmtree(partial)
 
     def _metrics(self) -> dict[int, Mapping[str, float]]:
-        """Metrics of every valid checkpoint by step."""
         metrics: dict[int, Mapping[str, float]] = {}
         for path in folders.list_checkpoints(self._root):
             number = folders.step_of(path)

@@ -13,7 +13,6 @@ class Rectangle:
 
     Args:
         offset: of the block, along each dimension.
-        shape: of the block.
         start: index of its first element in the flattened tensor.
     """
 
@@ -34,7 +33,6 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     row; the incomplete rows are cut in the same way along the next dimension.
 
     Args:
-        shape: of the tensor.
         start, stop: 0 <= start <= stop <= number of elements.
 
     Returns:

@@ -64,10 +64,6 @@ def load_responses(folder: Path, rank: int = 0, world: int = 1) -> EpisodesBySam
     Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
     prompts.
 
-    Args:
-        folder: the checkpoint.
-        rank, world: this rank, and the number of ranks.
-
     Raises:
         ValueError, KeyError, TypeError: a file does not hold such responses.
     """
@@ -108,7 +104,6 @@ def _episode(file: Any, place: int, entry: Mapping[str, Any], home: int) -> Epis
 
 
 def _tokens(file: Any, place: int, entry: Mapping[str, Any]) -> EpisodeTokens:
-    """A response's tokens."""
     experts = file.get_tensor(f"{place}/routed_experts") if entry["routed"] else None
     ids, logprobs = (file.get_tensor(f"{place}/{name}") for name in ("response_ids", "logprobs"))
     return EpisodeTokens(ids, logprobs, experts)

@@ -53,7 +53,6 @@ def choose(
         trainer: ``resume_mode`` and ``resume_from_path`` are read.
         root: folder of the run's checkpoints.
         roles: ``describe_model`` of each trained role.
-        say: prints a line for the user.
 
     Returns:
         None if the run has no checkpoint or ``resume_mode`` is disable.

@@ -60,10 +60,7 @@ def describe_model(
     """Describe a model by the values that a checkpoint and the loading model must share.
 
     Args:
-        hf_config: transformers config of the role's model.
         head: "policy" or "value".
-        dtype: of the role's parameters.
-        value_bins: outputs of a value head.
     """
     shape = {key: getattr(hf_config, key) for key in _SHAPE_KEYS if hasattr(hf_config, key)}
     bins = {} if value_bins == 1 else {VALUE_BINS: value_bins}
@@ -169,10 +166,8 @@ class _Share:
     """The range of a parameter that this rank's optimizer updates.
 
     Args:
-        parameter: of the model.
         main: the tensor that the optimizer updates: elements ``start`` to ``stop`` of the flattened
             parameter.
-        start, stop: the range.
     """
 
     parameter: Tensor
@@ -221,7 +216,6 @@ def _pieces(
         share: the range of the parameter.
         parameter: the parameter, where it can be read.
         entry: its sharded entry.
-        tensors: the state by kind.
     """
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
@@ -269,7 +263,6 @@ def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
 
     Args:
         role: built for the same model, in any layout.
-        folder: the role's folder.
         counters: ``role_counters`` of the run that saved it.
 
     Raises:

@@ -30,8 +30,6 @@ class StepStart:
 
     Args:
         parts: the parts' states as JSON.
-        random: this rank's random state.
-        partial: the run's partial responses.
     """
 
     parts: str

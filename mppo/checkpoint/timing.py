@@ -30,11 +30,8 @@ class SaveTiming:
     Every rank has one; the first rank's decides.
 
     Args:
-        trainer: the recipe's ``trainer`` section.
         now: returns seconds of a monotonic clock.
         checkpoint_bytes: approximate size of a checkpoint.
-        longest_step_s: duration of the longest step so far.
-        longest_save_s: duration of the longest save so far.
     """
 
     trainer: TrainerConfig

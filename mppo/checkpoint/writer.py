@@ -69,8 +69,6 @@ class PlannedShards:
     """This rank's part of one role's distributed checkpoint.
 
     Args:
-        folder: the role's folder.
-        writer: Megatron's writer, which writes the metadata.
         metadata: of all shards; None except on the first rank.
         common: state that is not sharded; the first rank writes it.
         buckets: one file each: (path, name, (byte items, tensor items)).
@@ -104,7 +102,6 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
     """Plan which rank writes which shard, and stage a GPU's tensors. Collective.
 
     Args:
-        sharded_state: Megatron's sharded state dict.
         folder: the role's folder; exists and is empty.
         buffers: hold copies of tensors, as training continues during the save; None if it waits.
     """
@@ -157,7 +154,6 @@ class _CheckedStream:
 
 
 def _write_bucket(bucket) -> tuple[list[WriteResult], FileEntry]:
-    """Write one file of the plan, and wait until it is on disk."""
     path, name, (blobs, tensors) = bucket
     results = []
     with open(path, "wb", buffering=0) as raw:
@@ -182,13 +178,11 @@ class SaveJob:
     Args:
         building: the folder under construction.
         final: the path of the complete folder.
-        rank, world_size: of this process.
         shards: this rank's planned shards by role.
         contents: small files that this rank writes, by path relative to ``building``.
         write_manifest: called on the first rank with the entries of all files.
         published: called on the first rank when the folder has its final name.
         patience_s: seconds that the first rank waits for the notes of the others.
-        seconds: duration of ``run``.
         error: why the save failed on this rank; None: it did not.
         copied: set when the save no longer reads the role's tensors.
     """

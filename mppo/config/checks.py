@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mppo.config.data_set_name import DataSetName, is_data_set, parse_data_set
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.hub_data import FetchDataSet, with_local_files
 from mppo.config.load import Given, read_recipe, source_name
 from mppo.config.rules import (
     agent,
@@ -50,6 +50,12 @@ FetchModel = Callable[[str, Hub, bool, bool], Path]
 """From a model's name, the hub that has it, whether its weights are needed, and whether its code
 may run, to the folder it was downloaded to; raises ConfigError."""
 
+FetchDataSet = Callable[[DataSetName], Sequence[Path]]
+"""From a data set to its local files, downloaded if they are not there; raises ConfigError."""
+
+_DEFAULT_SPLITS = {"train_files": "train", "val_files": "test", "ptx_files": "train"}
+"""The split of a data set without one, by key."""
+
 RoleCheck = Callable[[RoleConfig, Any], Iterable[ConfigIssue]]
 """From a role and its model's config object to issues that need Megatron or the weights to find;
 raises ValueError for a model that Megatron cannot represent."""
@@ -72,15 +78,10 @@ def check_recipe(
     """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
-        recipe: a valid recipe.
-        world_size: number of ranks.
         hf_configs: Hugging Face config object of each role's model, by role; rules that need the
             config of a role that is absent skip that role.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
         ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
-
-    Returns:
-        All issues; empty if the recipe is valid.
     """
     issues: list[ConfigIssue] = []
     shapes = {}
@@ -118,7 +119,6 @@ def load_checked(
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
 
     Args:
-        given: where the recipe comes from.
         overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
@@ -153,7 +153,7 @@ def load_checked(
     if fetch_model is not None and recipe.model.hub and not issues:
         recipe, issues = _download_models(recipe, fetch_model, files)
     if fetch_data_set is not None and files and not issues:
-        recipe, issues = with_local_files(recipe, fetch_data_set)
+        recipe, issues = _with_local_files(recipe, fetch_data_set)
     issues += _unless_known(check_run_folder(recipe), issues)
     issues += _unless_known(check_files(recipe) if files else check_code(recipe), issues)
     issues = [issue for issue in issues if concerns(issue.key)]
@@ -211,6 +211,41 @@ def _download_models(
             continue
         recipe = recipe.model_copy(update={section: part.model_copy(update={"path": folder})})
     return recipe, issues
+
+
+def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list[ConfigIssue]]:
+    """The recipe with local files for data sets of the Hub, and the issues of failed downloads."""
+    issues: list[ConfigIssue] = []
+
+    def local(key: str, section: Any) -> dict[str, tuple[str, ...]]:
+        """The lists of files of a section that name data sets, with their local files."""
+        found: dict[str, tuple[str, ...]] = {}
+        for field, split in _DEFAULT_SPLITS.items():
+            names = getattr(section, field, ())
+            if any(map(is_data_set, names)):
+                files = [_fetched(f"{key}.{field}", name, split, fetch, issues) for name in names]
+                found[field] = tuple(file for part in files for file in part)
+        return found
+
+    data = recipe.data
+    sources = tuple(
+        source.model_copy(update=local(f"data.sources.{index}", source))
+        for index, source in enumerate(data.sources)
+    )
+    data = data.model_copy(update={**local("data", data), "sources": sources})
+    return recipe.model_copy(update={"data": data}), issues
+
+
+def _fetched(
+    key: str, name: str, split: str, fetch: FetchDataSet, issues: list[ConfigIssue]
+) -> Sequence[str]:
+    if not is_data_set(name):
+        return [name]
+    try:
+        return [str(file) for file in fetch(parse_data_set(name, split))]
+    except ConfigError as error:
+        issues += [replace(issue, key=key, value=name) for issue in error.issues]
+        return []
 
 
 def _read_configs(

@@ -158,9 +158,6 @@ def merge_documents(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[s
 def read_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
     """Read a recipe file and the files of its ``base`` keys.
 
-    Args:
-        path: the YAML file.
-
     Returns:
         The merged mapping (empty if the file cannot be read) and the issues.
     """
@@ -173,7 +170,6 @@ def _read_document(
     """``read_document`` for one file of a tree.
 
     Args:
-        path: the file.
         chain: files from the root to this one, each a ``base`` of the one before.
         done: documents of files that were read before and whose issues are already reported.
     """

@@ -59,12 +59,8 @@ def load_recipe(
     """Read, merge and validate a recipe.
 
     Args:
-        given: where it comes from.
         overrides: ``section.key=value`` settings, later ones winning.
         remarks: as of ``read_recipe``.
-
-    Returns:
-        The recipe.
 
     Raises:
         ConfigError: with all issues.

@@ -60,7 +60,6 @@ def _sections(
 
 
 def _table(fields: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Rows of a Markdown table."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, field in fields.items():
         is_section = _section(field) and "items" not in field
@@ -75,7 +74,6 @@ def _value(value: object) -> str:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """The values that a field takes."""
     if "anyOf" in field:
         return " or ".join(_type(option) for option in field["anyOf"])
     if "$ref" in field:

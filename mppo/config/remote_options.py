@@ -24,9 +24,6 @@ _KEY = "reward.kwargs"
 def read_remote_options(reward: RewardConfig) -> RemoteOptions:
     """Read and check the options of the recipe's reward server.
 
-    Args:
-        reward: a section with a server.
-
     Raises:
         ConfigError: an unknown key, a missing one, or one with an invalid value.
     """

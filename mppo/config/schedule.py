@@ -16,7 +16,6 @@ class Obstacle:
     """Why a recipe's update cannot run as wanted.
 
     Args:
-        why: the reason.
         cure: what to change in the recipe, besides giving up the wish.
     """
 

@@ -28,7 +28,6 @@ def tracker_issues(
 
     Args:
         loggers: ``trainer.logger``.
-        environ: the environment.
         is_installed: finds a package by name; None if it is not installed.
     """
     for name in EXTRAS:

@@ -72,8 +72,6 @@ def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any
     """mppo's key, its value, and why there is none (empty where there is one).
 
     Args:
-        key: TRL's key.
-        value: its value.
         filled: the document with the preset's defaults.
     """
     if key == "num_sample_generations":

@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> list[str]:
-    """Read, convert and write the rows; return a line for each file and remark."""
     out = Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise _error("--out", options.out, "is not an empty folder", "name a new folder")

@@ -37,7 +37,6 @@ class ChatRenderer:
     """Renders conversations with a tokenizer's chat template; threads may share it.
 
     Args:
-        tokenizer: the tokenizer.
         key: the recipe key that asks for a chat template, for messages.
     """
 

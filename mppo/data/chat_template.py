@@ -39,7 +39,6 @@ def render_with(
     """Render every conversation with the chat template of a tokenizer.
 
     Args:
-        tokenizer: the tokenizer.
         conversations: lists of messages with ``role`` and ``content``.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
@@ -156,8 +155,6 @@ def _in_child(
     """Render in a process with limits.
 
     Args:
-        job: see ``_job``.
-        conversations: lists of messages.
         key: for messages.
         keep_going: render the conversations after one that fails, too.
 

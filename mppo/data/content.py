@@ -49,7 +49,6 @@ def check_same_rows(contents: Sequence[Content], saved: Sequence[str]) -> None:
     """Compare the rows of a run with those of its checkpoint.
 
     Args:
-        contents: of this run.
         saved: the digests in the checkpoint.
 
     Raises:

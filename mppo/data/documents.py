@@ -21,10 +21,6 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     A document is cut to ``data.max_prompt_length + data.max_response_length`` tokens; a document of
     fewer than two tokens has nothing to predict and is left out.
 
-    Args:
-        data: the recipe's section.
-        tokenizer: the model's tokenizer.
-
     Returns:
         The documents as token ids (in ``Prompt.token_ids``), in file order.
 

@@ -18,7 +18,6 @@ def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
     """Check that a batch holds no prompt twice.
 
     Args:
-        prompt_set: the training prompts.
         batch_size: ``data.train_batch_size``.
 
     Raises:
@@ -42,9 +41,7 @@ class PromptLoader:
 
     Args:
         prompt_set: N prompts, at least one.
-        batch_size: prompts per batch.
         shuffle: use a new order in each epoch; otherwise the order of ``prompt_set``.
-        seed: seed of the orders.
         any_content: resume from a state that was saved with other rows.
     """
 

@@ -33,7 +33,6 @@ def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file.
 
     Args:
-        path: the file.
         key: the recipe key that names it, for messages.
 
     Raises:

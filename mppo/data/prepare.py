@@ -30,7 +30,6 @@ class PreparedRow:
 
     Args:
         prompt: messages with ``role`` and ``content``.
-        ground_truth: the answer.
         extra: further keys of ``extra_info``.
         own: keys of the row that differ from the data set's; ``style`` is that of
             ``reward_model``.

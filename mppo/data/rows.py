@@ -40,7 +40,6 @@ class DataRow:
         prompt: a text, or chat messages with ``role`` and ``content``.
         answer: the ground truth; a value that is not a text becomes JSON.
         data_source: the row's ``data_source``, or the file's name without its suffix.
-        extra: the row's other columns.
         where: file and line for messages.
     """
 
@@ -119,7 +118,6 @@ class _Reader(Generic[Converted]):
     """A file that is being read.
 
     Args:
-        path: the file.
         key: the recipe key that names it.
         convert, fix: as for ``read_converted``.
     """
@@ -175,7 +173,6 @@ class _Reader(Generic[Converted]):
 
 
 def _object(content: Any) -> dict[str, Any]:
-    """Return the object of a record."""
     if isinstance(content, Unreadable):
         raise BadRow(f"not valid JSON: {content.why}")
     if not isinstance(content, dict):

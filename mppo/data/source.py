@@ -76,7 +76,6 @@ def load_prompts(
     """Read, render, tokenise and filter the prompts of one split.
 
     Args:
-        data: the recipe's section.
         tokenizer: has a chat template if ``data.apply_chat_template`` is set.
         split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
             ``data.val_size`` 0, the validation split is empty.
@@ -115,7 +114,6 @@ def _load_source(
     split: tasks.Split,
     tools: Sequence[Mapping[str, Any]],
 ) -> PromptSet:
-    """Load the prompts of one source; ``key`` is its section, for messages."""
     if bool(source.task) == bool(source.train_files):
         found = "both" if source.task else "neither"
         fix = f"set exactly one of {key}.task and {key}.train_files"
@@ -176,7 +174,6 @@ def _render(
     rows: Sequence[DataRow],
     tools: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """Return the text of each row as the model gets it."""
     if not data.apply_chat_template:
         return _render_plain(key, source, rows)
     conversations = [_conversation(source, row) for row in rows]

@@ -24,7 +24,6 @@ def supervised_examples(
     Args:
         prompt_set: at least one prompt.
         tokenizer: turns the ground truth into tokens.
-        n: number of examples.
         seed: seed of the order.
     """
     random = Random(f"supervised {seed}")

@@ -30,7 +30,6 @@ class Example:
     """One question.
 
     Args:
-        prompt: the question.
         answer: the right answer in the form that the verifier compares.
         extra: further values for the verifier.
     """
@@ -159,7 +158,6 @@ class ReasoningGym:
     Args:
         name: the family, such as ``chain_sum`` or ``gsm_symbolic``.
         seed: selects the examples.
-        parameters: the family's own parameters.
 
     Raises:
         ConfigError: the package is missing, or has no such family or parameter.
@@ -203,7 +201,6 @@ def task(name: str, **kwargs: Any) -> Task:
 
     Args:
         name: a key of ``TASKS``, or ``reasoning_gym:NAME``.
-        kwargs: the task's parameters.
 
     Raises:
         ConfigError: unknown task or parameter, or a parameter out of range.

@@ -17,8 +17,6 @@ def check_token_ids(
     """Check that the models have an embedding of every token; a GPU would only abort.
 
     Args:
-        recipe: the recipe.
-        prompts: the tokenised prompts.
         hf_configs: Hugging Face config by role; of a reward model none is needed, for which texts
             are tokenised again.
 

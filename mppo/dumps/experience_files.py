@@ -56,14 +56,7 @@ def named_tensors(experience: Experience) -> dict[str, Tensor]:
 def write_share(
     folder: Path, rank: int, experience: Experience, leave_out: Collection[str] = ()
 ) -> None:
-    """Write the sequences that this rank holds.
-
-    Args:
-        folder: an existing folder.
-        rank: this rank.
-        experience: the part of this rank.
-        leave_out: names of tensors that are not written.
-    """
+    """Write the sequences that this rank holds."""
     tensors = {k: v.clone() for k, v in named_tensors(experience).items() if k not in leave_out}
     batch, old = experience.old.batch, experience.old
     layers = batch.expert_layers
@@ -86,12 +79,7 @@ def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None)
     """Read sequences that one or several ranks have written.
 
     Args:
-        folder: folder of the files.
-        ranks: number of files.
         held: indices of the sequences to read, ascending; None: all.
-
-    Returns:
-        The experience of these sequences.
 
     Raises:
         ValueError, KeyError, TypeError, OSError: a file is missing or damaged, or a sequence is in
@@ -126,7 +114,6 @@ def read_one_file(path: Path) -> Experience:
 
 
 def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
-    """See ``read_experience``."""
     with _opened(rank_file(folder, 0)) as file:
         about = parse_json((file.metadata() or {})["experience"])
         names = [name for name in file.keys() if name.endswith("_B")]  # noqa: SIM118
@@ -187,7 +174,6 @@ def _read_held(file: Any, wanted: set[int], found: dict[str, dict[int, Tensor]])
 
 
 def _nothing(folder: Path, name: str) -> Tensor:
-    """A tensor of no token."""
     with _opened(rank_file(folder, 0)) as file:
         return file.get_slice(name)[0:0]
 

@@ -43,14 +43,10 @@ class SequenceRow:
 
     Args:
         uid: of the prompt; samples of one prompt share it.
-        data_source: of the prompt.
-        prompt: the prompt as text.
-        ground_truth: the reference answer.
         finish_reason: "stop", "length" or "abort".
         parts: (version of the weights, number of tokens) of the response's parts.
         score: the score, before ``algorithm.normalize_scores``.
         baseline: score of a greedy response to the prompt; None without one.
-        numbers: further numbers of the reward function.
         error: why the reward function failed; None: it did not.
         unscored: reason of a score of 0 (``mppo.rewards.scores.UNSCORED``); None: it was scored.
         token_total: sum of the rewards of its tokens, which are part of ``score``.
@@ -83,12 +79,8 @@ class StepDump:
     """The header of a step's dump.
 
     Args:
-        step: the PPO step.
         recipe: ``recipe_hash`` of the run's recipe.
         ranks: number of ranks that wrote files.
-        kl_coef: coefficient of the KL in the reward, in this step.
-        rows: of all sequences.
-        format: version of the layout of the folder.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")

@@ -22,10 +22,7 @@ class TokenTable:
     """A sequence: prompt, response and, where the recipe has one, end slot.
 
     Args:
-        row: what the dump says of the sequence.
-        tokens: id of each token.
         pieces: text of each token; ``***`` where the sequence's text contains a secret.
-        prompt_tokens: number of tokens of the prompt.
         by_environment: for each token after the prompt, whether an environment inserted it: then
             it has no loss, and its numbers mean nothing.
         numbers: by name a number for each token after the prompt: ``logprob``, ``rollout_logprob``,
@@ -48,8 +45,6 @@ def read_token_tables(
     """Read some sequences of a dumped step.
 
     Args:
-        folder: of the step.
-        header: its header.
         indices: of the sequences, ascending.
         limit: most tokens of a sequence; None: all.
 

@@ -27,8 +27,6 @@ class AdamW(torch.optim.Optimizer):
     ``p <- p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)``
 
     Args:
-        params: parameters or groups of them.
-        lr: learning rate.
         betas: ``b1`` and ``b2``, decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: ``wd``.

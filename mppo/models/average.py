@@ -19,7 +19,6 @@ class MovingAverage:
     of the average, in every layout. The average is initialised with the weights.
 
     Args:
-        stages: chunks of this rank.
         decay: weight of the old average at each optimizer step.
     """
 

@@ -42,7 +42,6 @@ def fused_kernels(family: FamilyConfig, use_te: bool, own_accumulation: bool) ->
     """The configuration's fields that choose fused kernels.
 
     Args:
-        family: architecture.
         use_te: the layers are Transformer Engine's.
         own_accumulation: see ``device.accumulates_weight_gradients``.
     """
@@ -70,10 +69,6 @@ def transformer_config(
     """Build Megatron's configuration of a role.
 
     Args:
-        family: architecture.
-        megatron: the role's section of the recipe.
-        layout: the role's layout.
-        dtype: dtype of parameters and activations.
         trained: whether Megatron's DDP will hold gradient buffers that linear layers add to.
 
     Returns:

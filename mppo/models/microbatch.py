@@ -64,7 +64,6 @@ def select_held(batch: Sequences, numbers: Sequence[int]) -> Sequences:
     """The batch with only some of its held sequences.
 
     Args:
-        batch: the batch.
         numbers: indices of sequences in the batch, ascending; all are held.
     """
     if batch.held_H.tolist() == list(numbers):

@@ -29,8 +29,6 @@ class _Saved:
         number: its place in the pass.
         tensor: the tensor while it is on the device.
         version: how often it had been changed in place when it was saved.
-        nbytes: its size.
-        copy: its copy in host memory.
         fetched: it is on its way back.
     """
 
@@ -127,7 +125,6 @@ def offloaded_activations(
 
     Args:
         module: the module whose forward pass runs in this context.
-        copier: copies tensors of the module's device.
         ahead: bytes of this pass that stay on the device, or are brought back early; None:
             ``AHEAD``.
     """

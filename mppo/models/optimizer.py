@@ -50,7 +50,6 @@ def overlaps(megatron: MegatronConfig, replicas: int, on_cuda: bool) -> tuple[bo
     """Whether gradients are reduced, and weights gathered, in the background.
 
     Args:
-        megatron: the role's ``megatron`` section of the recipe.
         replicas: ranks over which gradients are summed.
         on_cuda: on a CPU, communication in the background would take the computation's cores.
     """
@@ -62,13 +61,7 @@ def overlaps(megatron: MegatronConfig, replicas: int, on_cuda: bool) -> tuple[bo
 def wrap_in_ddp(
     stages: Sequence[Stage], megatron: MegatronConfig, replicas: int
 ) -> list[DistributedDataParallel]:
-    """Wrap chunks in Megatron's DDP, which accumulates and sums gradients in float32.
-
-    Args:
-        stages: chunks of this rank.
-        megatron: the role's ``megatron`` section of the recipe.
-        replicas: ranks over which gradients are summed.
-    """
+    """Wrap chunks in Megatron's DDP, which accumulates and sums gradients in float32."""
     overlap_reduce, overlap_gather = overlaps(megatron, replicas, device.is_cuda())
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -141,7 +134,6 @@ class GradientBuffers:
     """Megatron's gradient buffers of a role, whose memory is freed outside of updates.
 
     Args:
-        chunks: DDP-wrapped chunks of this rank.
         megatron: the optimizer, which may refer to gradients of the last step.
     """
 
@@ -170,8 +162,6 @@ class RoleOptimizer:
     The moments exist from the start, as zeros.
 
     Args:
-        chunks: DDP-wrapped chunks of this rank.
-        optim: the role's ``optim`` section of the recipe.
         megatron: the role's ``megatron`` section; ``use_distributed_optimizer`` is read.
         dtype: parameters' dtype; with bfloat16 the optimizer keeps float32 main weights.
         total_steps: PPO steps of the run, the length of the decay.

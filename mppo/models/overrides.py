@@ -79,10 +79,6 @@ ARCHITECTURE = frozenset(
 def override_issues(role: RoleConfig, hf_config: Any) -> Iterator[ConfigIssue]:
     """Find the problems of a role's ``override_transformer_config``.
 
-    Args:
-        role: the role.
-        hf_config: transformers config of its model.
-
     Yields:
         One issue per field that may not be set.
 

@@ -39,10 +39,7 @@ class Role:
     """A role's Megatron model: this rank's part of it in the role's layout.
 
     Args:
-        settings: what the recipe says of the role.
         folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-        hf_config: transformers config of ``folder``.
-        groups: process groups of the layout.
         total_steps: number of PPO steps of the run, for the learning rate.
 
     Attributes:
@@ -225,8 +222,6 @@ class Role:
         """Start to sum loss and statistics over the micro-batches of all ranks.
 
         Args:
-            parts: loss and statistics of this rank's micro-batches.
-            names: names of the statistics.
             stop: whether this rank wants to end the update early.
         """
         assert all(stats.keys() == set(names) for _, stats in parts), f"statistics of {self.name}"
@@ -263,8 +258,6 @@ class PendingStatistics:
     """Loss and statistics of a mini-batch while ranks sum them.
 
     Args:
-        role: the role of the mini-batch.
-        names: names of the statistics.
         totals: number of ranks that want to end the update early, loss, statistics; float64
             ``[2 + statistics]`` on the CPU.
         work: handle of the all-reduce of ``totals``.
@@ -306,10 +299,6 @@ def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, S
 
     Args:
         roles: the roles; their gradients are complete.
-        norms: gradient norm of each role, by name.
-
-    Returns:
-        The result of each role's step, by name.
     """
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)

@@ -32,10 +32,6 @@ class RoleWeights:
     needs the layout's groups active.
 
     Args:
-        stages: chunks of this rank.
-        hf_config: transformers config of the model.
-        groups: the layout's process groups.
-        role: the role's settings.
         folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
 
     Attributes:
@@ -77,9 +73,6 @@ class RoleWeights:
 
         The buckets of a size are planned once.
 
-        Args:
-            bucket_bytes: size of a bucket.
-
         Yields:
             Buckets of (name, tensor).
         """
@@ -94,9 +87,6 @@ class RoleWeights:
         """Write the current weights as a Hugging Face folder. Collective.
 
         The config and the tokenizer are those of the initial folder.
-
-        Args:
-            folder: the output.
 
         Returns:
             On the first rank, the new path of a folder that bore the name and that mppo had not

@@ -58,9 +58,6 @@ class Stage(GPTModel):
     ``mppo.models.heads`` applies it to some tokens at a time.
 
     Args:
-        head: what the model ends in.
-        value_bins: outputs of a value head.
-        family: architecture.
         args, kwargs: of ``GPTModel``.
     """
 
@@ -114,7 +111,6 @@ class Stage(GPTModel):
 
         Args:
             tokens_T: int64 ``[T]``.
-            packing: layout of its sequences.
 
         Returns:
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
@@ -160,11 +156,7 @@ def build_stages(
     Args:
         family: architecture, from ``family_config``.
         config: the Megatron configuration made from it for this layout.
-        layout: the role's layout.
         padded_vocab: vocabulary size, a multiple of the tensor-parallel size.
-        pipeline_rank: this rank's pipeline stage.
-        head: what the model ends in.
-        value_bins: outputs of a value head.
 
     Returns:
         ``layout.vpp`` chunks in virtual-stage order, on this rank's device, with Megatron's initial
@@ -204,10 +196,7 @@ def layer_specs(
     """Megatron's layer specs for one chunk, with this package's modules in place of some.
 
     Args:
-        config: the Megatron configuration.
         vp_stage: index of the chunk under interleaving; otherwise None.
-        family: architecture.
-        last: whether this is the model's last chunk.
     """
     use_te = uses_transformer_engine(family)
     with warnings.catch_warnings():

@@ -30,10 +30,7 @@ class StreamedForward:
     In the lists, all micro-batches belong to mini-batch 0.
 
     Args:
-        role: the role.
         batch: holds the sequences that this rank works on (``Role.fetch``).
-        plan: micro-batches for every data-parallel rank.
-        inputs: inputs of the pass besides the tokens.
         finish: computes what is kept of a micro-batch from its hidden states, on the last stage;
             None: the head's outputs.
 
@@ -117,10 +114,7 @@ def forward(
     """Compute a role's outputs for a batch, without gradients. Collective.
 
     Args:
-        role: the role.
         batch: holds the sequences that this rank works on (``Role.fetch``).
-        plan: micro-batches for every data-parallel rank.
-        inputs: inputs of the pass besides the tokens.
 
     Returns:
         Outputs on the tokens of the sequences that are at home on this rank, float32 ``[T]`` on

@@ -33,10 +33,7 @@ class _RunningMiniBatch:
     """The state of a mini-batch on this rank, from its first forward pass to its "norm".
 
     Args:
-        number: index of the mini-batch.
-        microbatches: this rank's micro-batches.
         forward_step: Megatron's ``forward_step_func`` for this mini-batch.
-        statistics: names of the objective's statistics.
         unsynchronised: DDP's ``no_sync`` of each chunk; while it is open, backward passes reduce no
             gradient.
         left: number of backward passes of each chunk that have not begun.

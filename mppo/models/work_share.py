@@ -41,8 +41,6 @@ class PassMoves:
     """The exchanges of a pass, as plain lists.
 
     Args:
-        layout: the role's layout.
-        plan: micro-batches of every data-parallel rank.
         batch: the batch; only its homes are read.
     """
 
@@ -99,8 +97,6 @@ def ranges_of(plan: MicroBatchPlan, stages: int, multiple: int) -> list[MicroBat
     """Divide a plan into ranges of micro-batches, to be computed one after the other.
 
     Args:
-        plan: micro-batches of every data-parallel rank.
-        stages: pipeline stages.
         multiple: the number of micro-batches of a range is a multiple of this.
     """
     count = len(plan[0])
@@ -119,7 +115,6 @@ def fetch_share(
 
     Args:
         batch: sequences at home.
-        moves: the exchanges of the pass.
         inputs: inputs of the pass, at home.
         layers_of: decoder layers whose expert choices each pipeline stage replays; None: no
             choices are needed.
@@ -191,7 +186,6 @@ def return_home(batch: Sequences, moves: PassMoves, rows_Tk: Tensor) -> Tensor:
 
     Args:
         batch: the sequences of this rank's share.
-        moves: the exchanges of the pass.
         rows_Tk: ``[T, k]`` (CPU) on the tokens of ``batch``; only the values of reporting ranks
             count.
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _LONGEST_PAUSE_S = 0.2
 _waits: Counter[str] = Counter()
-"""Calls of ``wait_for_ranks`` by group; the same on all ranks of a group."""
+"""Calls of ``wait_for_ranks`` by default group; the same on all of its ranks."""
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
@@ -42,7 +42,6 @@ def all_gather_objects(
     The objects are pickled: use this for a few kilobytes, outside hot loops.
 
     Args:
-        value: of this rank.
         world: ranks in ``group``; None: ``group_size(group)``. With 1 nothing is exchanged.
         group: process group; None is the default one.
 
@@ -80,19 +79,16 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
     return largest.tolist()
 
 
-def wait_for_ranks(world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank has made this call. Collective, without a time limit.
+def wait_for_ranks(world: int) -> None:
+    """Wait until all ``world`` ranks of the default group have made this call. Collective.
 
-    Use it where ranks arrive at very different times, as after generation: a collective would fail
-    after the process group's timeout. If a rank never arrives, the heartbeat ends the job.
-
-    Args:
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+    There is no time limit: use it where ranks arrive at very different times, as after generation.
+    A collective would fail after the process group's timeout. If a rank never arrives, the
+    heartbeat ends the job.
     """
     if world == 1:
         return
-    group = group or distributed_c10d._get_default_group()
+    group = distributed_c10d._get_default_group()
     store = distributed_c10d._get_process_group_store(group)
     number = _waits[group.group_name] = _waits[group.group_name] + 1
     arrived, pause_s = store.add(f"mppo/wait/{number}", 1), 0.001
@@ -104,33 +100,23 @@ def wait_for_ranks(world: int, group: dist.ProcessGroup | None = None) -> None:
         store.delete_key(f"mppo/wait/{number - 1}")
 
 
-def raise_on_any_rank(
-    error: str | None, world: int, group: dist.ProcessGroup | None = None
-) -> None:
-    """Raise on every rank if any rank has an error. Collective.
-
-    Args:
-        error: of this rank; None: none.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+def raise_on_any_rank(error: str | None, world: int) -> None:
+    """Raise on all ``world`` ranks of the default group if one has an error. Collective.
 
     Raises:
         RuntimeError: with the distinct errors of all ranks, in rank order.
     """
-    errors = dict.fromkeys(e for e in all_gather_objects(error, world, group) if e is not None)
+    errors = dict.fromkeys(e for e in all_gather_objects(error, world) if e is not None)
     if errors:
         raise RuntimeError("; ".join(errors))
 
 
-def all_gather_varlen(
-    value: Tensor, world: int, group: dist.ProcessGroup | None = None
-) -> list[Tensor]:
+def all_gather_varlen(value: Tensor, world: int) -> list[Tensor]:
     """Every rank's one-dimensional tensor, on every rank; lengths may differ. Collective.
 
     Args:
         value: ``[N]`` of this rank, on any device; same dtype on all ranks.
-        world: ranks in ``group``.
-        group: process group; None is the default one.
+        world: ranks of the default group.
 
     Returns:
         ``world`` tensors on the CPU, in rank order.
@@ -140,7 +126,7 @@ def all_gather_varlen(
         return [value]
     size = torch.tensor([value.numel()], dtype=torch.int64)
     sizes = [torch.empty_like(size) for _ in range(world)]
-    dist.all_gather(sizes, size, group=group)
+    dist.all_gather(sizes, size)
     counts = [int(s) for s in sizes]
     if not any(counts):
         return [value] * world
@@ -148,5 +134,5 @@ def all_gather_varlen(
     padded = value.new_zeros(max(counts))
     padded[: value.numel()] = value
     received = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(received, padded, group=group)
+    dist.all_gather(received, padded)
     return [tensor[:count] for tensor, count in zip(received, counts, strict=True)]

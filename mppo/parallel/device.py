@@ -75,9 +75,6 @@ def backends(on_cuda: bool) -> str:
     On CUDA there are two: a rank that waits in a collective of CPU tensors waits in its process,
     while a collective of CUDA tensors waits inside a kernel, which takes the GPU's time from a
     rollout server on the same GPU. Object collectives and barriers use the CPU's.
-
-    Args:
-        on_cuda: whether training runs on CUDA.
     """
     return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
 

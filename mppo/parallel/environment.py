@@ -100,7 +100,6 @@ def set_for_training(
     Call it before CUDA and NCCL read them.
 
     Args:
-        environ: this process's environment.
         broadcasts: whether weights reach the servers by ``rollout.sync=distributed``.
         interleaved: whether a role has several model chunks on a pipeline stage; None: not known
             yet, variables that depend on it are not set.
@@ -119,7 +118,6 @@ def check_queues(environ: Mapping[str, str], interleaved: bool) -> None:
     """Check the user's number of hardware queues of a GPU.
 
     Args:
-        environ: this process's environment.
         interleaved: as in ``set_for_training``.
 
     Raises:
@@ -140,7 +138,6 @@ def for_server(environ: Mapping[str, str], broadcasts: bool = False) -> dict[str
     """Select the part of a training rank's environment that a server inherits.
 
     Args:
-        environ: the rank's environment.
         broadcasts: as in ``set_for_training``.
     """
     kept = {}

@@ -133,7 +133,6 @@ def _pipeline_group(layout: Layout, description: str) -> dist.ProcessGroup:
     """A group of the ranks of this rank's pipeline besides Megatron's own. Collective.
 
     Args:
-        layout: the layout.
         description: what the group is for; groups with another description are not this one.
     """
     apart = layout.world // layout.pp

@@ -22,7 +22,6 @@ class _Slab:
     Args:
         content: uint8; pinned if the device is a GPU.
         used: bytes handed out since it was last empty.
-        copies: number of copies in it.
     """
 
     content: Tensor
@@ -34,9 +33,7 @@ class HostCopy:
     """A tensor in host memory. Its memory is reused when this object is freed.
 
     Args:
-        slab: the memory.
         content: the part of the memory, with the tensor's shape and dtype.
-        device: the tensor's device.
     """
 
     def __init__(self, slab: _Slab, content: Tensor, device: torch.device) -> None:

@@ -37,12 +37,7 @@ class LaunchInfo:
 
     Args:
         rank: index in the job, from 0.
-        world_size: processes in the job.
-        local_rank: index on this node.
-        local_world_size: processes on this node.
         master_addr: address of rank 0.
-        master_port: TCP port of the rendezvous there.
-        how: the launcher that gave these values.
     """
 
     rank: int
@@ -115,8 +110,6 @@ def launcher_patience_s(
     own ``KillWait`` is 30 s by default, a longer value of torchrun has no effect.
 
     Args:
-        info: this process's place.
-        environ: its environment.
         command: command line of its parent.
     """
     if info.how != "torchrun" or "SLURM_JOB_ID" in environ:

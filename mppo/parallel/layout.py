@@ -41,7 +41,6 @@ class Layout:
     """Sizes of the parallel axes of one role.
 
     Args:
-        world: number of ranks.
         tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor sizes.
         vpp: model chunks per pipeline stage (1: no interleaving).
 

@@ -30,7 +30,6 @@ class _Moved:
     Args:
         storage: the storage; empty while it is in host memory.
         start: first byte of its content in the host memory.
-        nbytes: its size on the device.
     """
 
     storage: torch.UntypedStorage
@@ -87,7 +86,6 @@ class MovedStorages:
     Args:
         tensors: lists the tensors; called at every move to the host, since a tensor may have
             another storage by then. Tensors on other devices stay where they are.
-        device: the device.
 
     Attributes:
         changed: whether the content may differ from that in host memory. Whoever writes to the

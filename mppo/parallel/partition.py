@@ -10,7 +10,6 @@ def partition(weights: Sequence[int], parts: int, equal_count: bool = False) -> 
     """Split indices into parts of nearly equal weight: largest first, into the lightest part.
 
     Args:
-        weights: weight of each index.
         parts: number of parts; some may be empty.
         equal_count: part sizes differ by at most one.
 

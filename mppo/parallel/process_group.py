@@ -32,7 +32,6 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
     without.
 
     Args:
-        info: this process's place in the job.
         timeout_s: seconds after which a collective with a missing rank fails.
     """
     init_process_group(info, timeout_s)

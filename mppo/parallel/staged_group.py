@@ -84,9 +84,6 @@ class StagedGroup(dist.ProcessGroup):
     """A process group of ranks that share a GPU.
 
     Args:
-        store: store of the rendezvous.
-        rank: this rank in the group.
-        size: number of ranks.
         timeout: after which an operation with a missing rank fails.
     """
 
@@ -169,10 +166,6 @@ for _make, _names in ((_operation, _COLLECTIVES), (_several, _SEVERAL)):
 
 def register(name: str = BACKEND, group: type[StagedGroup] = StagedGroup) -> str:
     """Register the backend in torch.distributed; idempotent.
-
-    Args:
-        name: of the backend.
-        group: its kind of group.
 
     Returns:
         ``name``.

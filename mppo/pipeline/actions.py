@@ -66,7 +66,6 @@ class RoleWork:
     All costs are in one arbitrary unit of time; ``mppo.pipeline.costs`` makes them exact.
 
     Args:
-        name: name of the role.
         micro_batches: number of micro-batches of each mini-batch (optimizer step), per
             data-parallel rank.
         forward: cost of one micro-batch's forward pass on one stage, over all its chunks: one
@@ -91,8 +90,6 @@ class RoleWork:
         """Largest number of chunk passes whose activations a stage holds.
 
         Args:
-            stage: index of the stage.
-            stages: number of pipeline stages.
             early: as in Megatron's schedules: 1F1B or, with several chunks, its interleaved form,
                 which computes one forward pass more than necessary in advance for each following
                 stage (``get_pp_rank_microbatches`` of Megatron-Core). False: without these.

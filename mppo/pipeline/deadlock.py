@@ -70,7 +70,6 @@ class _Names:
     ranks: Sequence[int]
 
     def name(self, rank: int, at: int) -> str:
-        """Describe one event of a list."""
         event = self.lists[rank][at]
         text = f"rank {self.ranks[rank]}: {event.kind}"
         if event.group is not None:
@@ -176,7 +175,6 @@ class _Partners:
         self.members: dict[tuple[Hashable, bool], set[int]] = {}
 
     def add(self, rank: int, at: int, event: RankEvent, start: int, end: int) -> None:
-        """Add a communication of a rank."""
         if event.kind == "collective":
             group = event.group, event.on_host
             self.members.setdefault(group, set()).update(event.ranks)
@@ -242,7 +240,6 @@ class _Issue:
         self._batch = 0, _NOTHING, _NOTHING
 
     def all(self, events: Sequence[RankEvent]) -> None:
-        """Issue all events."""
         for at, event in enumerate(events):
             place = self._rank, at
             match event.kind:

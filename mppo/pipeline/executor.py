@@ -82,7 +82,6 @@ def carry_out(
         actions: this stage's list. It comes from a schedule that
             ``mppo.pipeline.checks.check_schedule`` has accepted, or from ``forward_list``.
         work: the operations of each role, by name; the list of an update needs ``StageWork``.
-        links: connections to the neighbouring stages.
         phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions, by role;
             None: the caller's phase.
         step: takes the optimizer step of a mini-batch, given the role's name and the mini-batch's

@@ -25,7 +25,6 @@ def greedy_orders(
 
     Args:
         stream, roles: see ``simulate``.
-        stages: number of pipeline stages.
         early: see ``RoleWork.most_in_flight``.
 
     Returns:

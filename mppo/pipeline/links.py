@@ -26,7 +26,6 @@ class Arriving:
     """A message whose non-blocking send or receive has started.
 
     Args:
-        tensor: the message.
         work: handle of the send or receive; None on a rank outside the process group.
     """
 
@@ -104,7 +103,6 @@ class Links:
     def _start(
         self, start: Callable[..., dist.Work | None], message: Tensor, kind: MessageKind
     ) -> dist.Work | None:
-        """Start a send or a receive on its route."""
         group, peer = route(kind, self.stage, self.stages)
         rank = self._groups.rank + (peer - self.stage) * self._stride
         return start(message, rank, group=getattr(self._groups, group))

@@ -39,7 +39,6 @@ class MicroBatchSpec:
         dp: number of data-parallel ranks.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
-        limits: size limit of one micro-batch.
     """
 
     dp: int
@@ -64,8 +63,6 @@ def plan_microbatches(
     Args:
         lengths: number of tokens of every sequence of the batch.
         indices: indices of the sequences of this pass.
-        dp: number of data-parallel ranks.
-        limits: size limit of one micro-batch.
         count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
             under interleaving).
 

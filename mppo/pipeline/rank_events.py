@@ -84,10 +84,6 @@ class Rules:
 def complete_in_order(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> bool:
     """Whether ranks complete that do one event after the other.
 
-    Args:
-        lists: the events of every rank.
-        rules: what the events wait for.
-
     Returns:
         True: all ranks complete under the rules, and all communications have their partners. False:
         they may or may not. Batches of communications are not examined.
@@ -134,8 +130,6 @@ class _Meetings:
 
         Args:
             key: the communicator, and for a message its direction.
-            side: the rank.
-            size: number of ranks.
             content: the message, or the ranks and what they sum; None: not known.
         """
         known, at = self._all.setdefault(key, []), self._joined.get((key, side), 0)
@@ -148,7 +142,6 @@ class _Meetings:
         return meeting if same and meeting.joined <= size else None
 
     def all_complete(self) -> bool:
-        """Whether all ranks have started all communications."""
         return not any(meeting.missing for known in self._all.values() for meeting in known)
 
 
@@ -168,7 +161,6 @@ class _Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether all events are done."""
         return self._next == len(self._events)
 
     def proceed(self, ready: list[_Rank]) -> bool:

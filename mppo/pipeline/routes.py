@@ -28,13 +28,7 @@ class Route(NamedTuple):
 
 
 def route(kind: MessageKind, stage: int, stages: int) -> Route:
-    """The way of a message that a stage sends or receives.
-
-    Args:
-        kind: kind of the action.
-        stage: index of the stage that executes the action.
-        stages: number of pipeline stages.
-    """
+    """The way of a message that a stage sends or receives."""
     down = kind in ("receive_input", "send_output")
     to_next = kind in ("receive_gradient", "send_output")
     wraps = stage == (stages - 1 if to_next else 0)
@@ -46,8 +40,6 @@ def routes(stage: int, stages: int, chunks: int) -> set[Route]:
     """The ways of all messages of a stage. Each has a communicator of its own.
 
     Args:
-        stage: index of the stage.
-        stages: number of pipeline stages.
         chunks: number of model chunks of the role on a stage.
     """
     kinds: set[MessageKind] = set()
@@ -70,8 +62,6 @@ def kept_sends(stage: int, stages: int, chunks: int) -> tuple[int, int]:
     backward passes of the previous chunk, as many passes later as there are stages.
 
     Args:
-        stage: index of the stage.
-        stages: number of pipeline stages.
         chunks: largest number of model chunks of a role on a stage.
     """
     work = RoleWork("", (), chunks=chunks)

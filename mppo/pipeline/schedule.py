@@ -26,7 +26,6 @@ class Schedule:
         stream: the order in which micro-batches pass through the stages.
         steps: the optimizer steps, in the order of ``steps_of``.
         simulation: simulated start times of the passes, at the costs in ``roles``.
-        lists: the list of actions of every stage.
     """
 
     kind: ScheduleKind
@@ -44,7 +43,6 @@ class Schedule:
         end on every stage, because their messages may be in flight. No further step is taken.
 
         Args:
-            stage: index of the stage.
             position: index of the "step" in the stage's list; this step is not taken either.
         """
         left = self.lists[stage][position]
@@ -83,8 +81,6 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
 
     Args:
         kind: the kind of schedule, see ``candidate_streams``.
-        roles: passes, optimizer steps and costs of each role.
-        stages: number of pipeline stages.
 
     Returns:
         The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
@@ -129,7 +125,6 @@ def _candidates(
 def _with_lists(
     kind: ScheduleKind, roles: tuple[RoleWork, ...], stream: Stream, simulation: Simulation
 ) -> Schedule:
-    """Make the lists of a candidate."""
     steps, stages = steps_of(stream), len(simulation.orders)
     lists = [
         _with_messages(_stage_list(stream, roles, steps, simulation, stage), roles, stage, stages)
@@ -146,8 +141,6 @@ def forward_list(roles: Sequence[RoleWork], stage: int, stages: int) -> list[Act
 
     Args:
         roles: the passes of each role, as one mini-batch.
-        stage: index of the stage.
-        stages: number of pipeline stages.
     """
     (stream,) = candidate_streams("sequential", roles, stages)
     passes = [_pass("forward", roles, entry) for entry in stream.entries]

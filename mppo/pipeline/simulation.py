@@ -59,8 +59,6 @@ class Step:
     """An optimizer step of a stream.
 
     Args:
-        role: index of the role.
-        mini_batch: index of the mini-batch.
         last: index of the entry whose backward pass is the mini-batch's last one.
         before: index of the first entry whose forward pass needs the step; the number of entries
             if there is none.
@@ -99,9 +97,6 @@ def stage_order(
 
     Args:
         stream: the order in which micro-batches enter the pipeline.
-        roles: passes, optimizer steps and costs of each role.
-        stage: index of the stage.
-        stages: number of pipeline stages.
         early: see ``RoleWork.most_in_flight``.
 
     Returns:
@@ -129,7 +124,6 @@ def simulate(
 
     Args:
         stream: the order in which micro-batches enter the pipeline, from ``candidate_streams``.
-        roles: passes, optimizer steps and costs of each role.
         orders: order of every stage's passes, from ``stage_order`` or ``greedy_orders``.
 
     Returns:

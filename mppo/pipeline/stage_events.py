@@ -27,8 +27,6 @@ def hang_of(
     Sends need their receivers, and all stages wait in "norm" as with tied embeddings.
 
     Args:
-        lists: the lists of all stages.
-        roles: the roles in the lists.
         host_waits: what the host waits for in every pass: the stream on which it computes, as
             with experts, whose token counts it reads; or the whole device.
 
@@ -44,7 +42,6 @@ def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[RankEve
 
     Args:
         lists: the lists of all stages, of an update or of forward passes.
-        roles: the roles in the lists.
     """
     chunks = max((role.chunks for role in roles), default=1)
     return [

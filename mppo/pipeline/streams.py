@@ -26,8 +26,6 @@ class StreamEntry:
 
     Args:
         role: index of the role.
-        mini_batch: index of the mini-batch within the role's update.
-        micro_batch: index of the micro-batch within the mini-batch.
         chunk: index of the chunk on each stage; 0 without interleaving.
         after: the first ``after`` backward passes of a stage precede this entry's forward pass
             there. They include all mini-batches whose optimizer steps the entry needs.
@@ -69,8 +67,6 @@ def candidate_streams(kind: ScheduleKind, roles: Sequence[RoleWork], stages: int
             it after the i-th mini-batches of all roles, whose steps are then taken together.
             "flush_free" never drains it: a mini-batch waits only for the previous step of its own
             role. Each kind also permits the streams of the kinds before it.
-        roles: passes, optimizer steps and costs of each role.
-        stages: number of pipeline stages.
     """
     make = partial(_stream, roles, stages)
     orders = list(permutations(range(len(roles))))

@@ -24,7 +24,6 @@ class Event:
     """The execution of an action on one rank; times in seconds (planned: the simulation's unit).
 
     Args:
-        action: the action.
         start: time at which the rank reached the action.
         waited: duration of the wait for a message or for other ranks that followed.
         end: time at which the action was complete.
@@ -152,7 +151,6 @@ def update_trace(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> dict[st
     """Convert a recorded update: the trace of its ranks, which Perfetto shows, and its plan.
 
     Args:
-        schedule: of the update.
         rows: the recorded events of every rank.
 
     Returns:

@@ -31,8 +31,6 @@ def keep_code(folder: Path, recipe: Mapping[str, Any], done: int) -> list[str]:
     ``<file>.until_step_<done>``.
 
     Args:
-        folder: the run folder.
-        recipe: the resolved recipe.
         done: PPO steps that are done.
 
     Returns:
@@ -59,11 +57,7 @@ def keep_code(folder: Path, recipe: Mapping[str, Any], done: int) -> list[str]:
 
 
 def kept_code(folder: Path) -> dict[str, str]:
-    """The kept files of a run's last start: key and file name, and text.
-
-    Args:
-        folder: the run folder.
-    """
+    """The kept files of a run's last start: key and file name, and text."""
     found = {}
     for path in sorted((folder / CODE).glob("*/*.py")):
         try:

@@ -43,11 +43,7 @@ class SampleRow(NamedTuple):
     """A completion in the table of samples.
 
     Args:
-        prompt: text of the prompt.
-        response: text of the response.
-        ground_truth: the reference answer.
         answer: the final answer in the response; None if nothing reads it.
-        score: the score.
         place: "best" or "worst" of the step; empty for other completions.
     """
 
@@ -79,7 +75,6 @@ class StepConsole:
     of the last step.
 
     Args:
-        total_steps: length of the run.
         console: where to print; None: standard output, where only a real terminal gets a display
             and colours, whatever ``FORCE_COLOR`` says: the output may be the log of a job.
         style: ``live``; ``lines``: no display on a terminal either; ``quiet``: no line per step.
@@ -144,7 +139,6 @@ class StepConsole:
         return (ended - began) / (last - first) * (self.total_steps - last)
 
     def stop(self) -> None:
-        """Remove the display."""
         if self._display is not None:
             self._display.stop()
             self._display = None
@@ -178,7 +172,6 @@ class _Display:
         self._live.start()
 
     def update(self, step: int, eta: str, metrics: Metrics) -> None:
-        """Show a step that is done."""
         self._bar.update(self._task, completed=step, eta=eta)
         numbers = Table.grid(padding=(0, 2))
         shown = [(label, form.format(metrics[key])) for label, key, form in SHOWN if key in metrics]

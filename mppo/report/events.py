@@ -30,7 +30,6 @@ class RunEvent:
             next start finds; a "warning"; "engine": a lost server; or "code": a start found other
             code under a key of the recipe.
         step: PPO steps that were done; None: unknown where it happened.
-        text: what happened.
         time: UTC, ISO 8601.
     """
 

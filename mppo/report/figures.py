@@ -27,7 +27,6 @@ class Figure:
     """A metric over the whole run.
 
     Args:
-        label: what it is.
         first: mean over the first tenth of its steps.
         last: mean over the last tenth of its steps.
         best: the best value; None for a metric that has none.
@@ -44,8 +43,6 @@ class PhaseTime:
     """A timed phase of all steps together.
 
     Args:
-        name: of the phase.
-        seconds: in all.
         share: of the time of all phases.
         is_part: whether it is a part of the phase before it that is none.
     """
@@ -57,11 +54,7 @@ class PhaseTime:
 
 
 def figures(rows: Rows) -> list[Figure]:
-    """The main metrics that a run has logged.
-
-    Args:
-        rows: step and metrics of each step.
-    """
+    """The main metrics that a run has logged."""
     found = []
     for label, metric, best in _SHOWN:
         _, values = history.series(rows, metric)
@@ -78,11 +71,7 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def phase_times(rows: Rows) -> list[PhaseTime]:
-    """The timed phases, the longest first, each followed by its parts.
-
-    Args:
-        rows: step and metrics of each step.
-    """
+    """The timed phases, the longest first, each followed by its parts."""
     prefix = "timing_s/"
     names = {name for _, row in rows for name in row if name.startswith(prefix)}
     spent = {name.removeprefix(prefix): sum(history.series(rows, name)[1]) for name in names}

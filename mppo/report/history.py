@@ -95,12 +95,7 @@ class History:
 def series(
     rows: Sequence[tuple[int, Mapping[str, float]]], name: str
 ) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, without values that are not finite.
-
-    Args:
-        rows: step and metrics of each step.
-        name: the metric.
-    """
+    """Steps and values of one metric, without values that are not finite."""
     pairs = [(step, row[name]) for step, row in rows if math.isfinite(row.get(name, math.nan))]
     return [step for step, _ in pairs], [value for _, value in pairs]
 

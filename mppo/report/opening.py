@@ -15,7 +15,6 @@ def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
     """One line each for device, models, layouts, engine, data and run folder.
 
     Args:
-        recipe: the recipe.
         info: rank and world size of this process, whose device is already chosen.
     """
     world = info.world_size

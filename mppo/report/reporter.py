@@ -59,7 +59,6 @@ class Reporter:
         trainer: ``logger``, ``project_name`` and ``experiment_name`` are read.
         recipe_dump: the resolved recipe as plain values.
         total_steps: length of the run, for the bar and the ETA.
-        is_main: whether this rank is the main rank.
 
     Raises:
         ConfigError: a tracker's package is not installed.
@@ -265,7 +264,6 @@ class Reporter:
         write_page(self.run_dir, self._history)
 
     def _send_pictures(self) -> None:
-        """Pass the report's plots to trackers."""
         drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
         for tracker in self._trackers:
             for path in filter(Path.is_file, drawn):

@@ -17,7 +17,6 @@ class PhaseBars:
     """Memory of a rank in a phase.
 
     Args:
-        phase: name of the phase.
         device: bytes on the GPU by name: a role and a part ("actor optimizer"), or "passes",
             "engine", "contexts".
         host: bytes in host memory by role and part.
@@ -32,7 +31,6 @@ def draw_residency(title: str, bars: Sequence[PhaseBars], gpu_bytes: int, path: 
     """Draw the phases from top to bottom, the GPU's memory to the right, the host's to the left.
 
     Args:
-        title: of the picture.
         bars: the phases in order of time.
         gpu_bytes: memory of the GPU, drawn as a line.
         path: file of the image; its suffix selects the format.

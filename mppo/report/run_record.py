@@ -25,9 +25,6 @@ _LIMIT = 1 << 30
 class RunRecord:
     """The files of a run, each read when it is first asked for.
 
-    Args:
-        folder: the run folder.
-
     Raises:
         InputError: a file is damaged.
     """
@@ -94,9 +91,6 @@ class RunRecord:
 
 def read_run(path: str | Path) -> RunRecord:
     """Read what a run has written.
-
-    Args:
-        path: the run folder.
 
     Raises:
         InputError: there is no such folder.

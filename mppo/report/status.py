@@ -26,7 +26,6 @@ class Status:
     Args:
         status: the state; still "running" if the run was killed.
         step: PPO steps that were done when the file was written.
-        total_steps: PPO steps of the run.
         mppo: version of mppo that wrote the file.
     """
 

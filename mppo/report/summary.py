@@ -31,12 +31,8 @@ def run_report(
     """The report as Markdown.
 
     Args:
-        name: name of the run.
-        status: how it ended.
         seconds: wall-clock seconds of this process, without the time before a resume.
-        runs: metrics of all steps.
         samples: completions by step.
-        recipe: the resolved recipe without secrets.
     """
     steps = [step for step, _ in runs.rows]
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
@@ -74,7 +70,6 @@ def _figures(runs: History) -> list[str]:
 
 
 def _phases(runs: History) -> list[str]:
-    """Seconds and share of each timed phase, with its parts below it."""
     times = phase_times(runs.rows)
     if not times:
         return []

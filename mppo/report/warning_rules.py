@@ -53,7 +53,6 @@ class RunWarning:
     Args:
         name: of the rule, such as ``kl_runs_away``.
         text: what is wrong, with the number.
-        advice: what to try.
     """
 
     name: str
@@ -339,9 +338,6 @@ class WarningSpan:
 
     Args:
         warning: of the last of these steps.
-        first: first step.
-        last: last step.
-        ongoing: whether it is the last step of the run.
     """
 
     warning: RunWarning

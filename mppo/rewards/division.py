@@ -35,7 +35,6 @@ def scoring_ranks(homes: Sequence[int], world: int) -> list[int]:
 
     Args:
         homes: rank that holds the tokens of each response.
-        world: number of ranks.
     """
     share = -(-len(homes) // world)
     counts: Counter[int] = Counter()
@@ -57,7 +56,6 @@ def score_divided(
 
     Args:
         score: scores responses, of which it gets prompt and tokens, or raises.
-        episodes: to be scored.
 
     Raises:
         ScoringError: scoring failed on some rank.
@@ -88,7 +86,6 @@ def exchange_scores(
     Rewards of tokens stay on, or move to, the rank that holds the response.
 
     Args:
-        mine: scores on this rank.
         episodes: by key; token rewards under another key are dropped.
         failure: see ``exchange_results``.
 
@@ -115,8 +112,6 @@ def _bring_rewards(
 
     Args:
         rewarded: keys of the responses with token rewards, by the rank that scored them.
-        mine: scores on this rank.
-        episodes: by key.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     scored = [(at, key) for at, keys in enumerate(rewarded) for key in keys]

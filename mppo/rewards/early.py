@@ -34,7 +34,6 @@ class EarlyScores:
 
         Args:
             keys: one per episode; ``finish`` finds the scores by them.
-            episodes: the responses.
         """
         scores = self._pool.submit(self._scorer.raw_scores, episodes)
         self._parts.append((list(keys), scores))
@@ -56,10 +55,6 @@ class EarlyScores:
 
     def finish(self, keys: Sequence[int], episodes: Sequence[Episode]) -> list[ResponseScore]:
         """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
-
-        Args:
-            keys: one per response.
-            episodes: the responses.
 
         Raises:
             ScoringError: scoring failed on some rank.

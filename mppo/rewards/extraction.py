@@ -22,10 +22,6 @@ def extract_answer(verifier: str, response: str) -> str | None:
     Answers of ``math_flexible`` are equal if their texts are, apart from spaces and the spelling of
     numbers: the package that compares them as formulas compares only pairs.
 
-    Args:
-        verifier: name of the verifier.
-        response: the response.
-
     Returns:
         At most ``ANSWER_CHARACTERS`` characters; empty if the response has no answer; None for a
         verifier that reads none, such as ``code``.

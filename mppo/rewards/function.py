@@ -35,8 +35,6 @@ class FunctionReward:
         name: ``module:function`` or ``path.py:function``. The function returns for each response a
             value that ``mppo.rewards.result`` reads.
         kwargs: its arguments besides those of its form.
-        form: how it is called.
-        timeout_s: time limit for one call in seconds.
         memory_mb: limit of a process's address space in MiB.
         workers: processes; the function's state in one of them is not known to the others.
         batch_size: most responses in one call, if the form allows several; None: an equal part of
@@ -87,10 +85,7 @@ class CallableReward:
     """Calls a function of the program that started the run, in this process and without limits.
 
     Args:
-        name: of the function, for messages.
         function: as that of ``FunctionReward``.
-        kwargs: its arguments besides those of its form.
-        form: how it is called.
         timeout_s: seconds after which a call of a coroutine function is cancelled.
     """
 
@@ -165,7 +160,6 @@ def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> Func
 
     Args:
         name: ``module:function`` or ``path.py:function``.
-        kwargs: further arguments of the function.
         settings: others of ``FunctionReward``.
 
     Raises:

@@ -15,9 +15,7 @@ class Response:
     """A decoded response and the prompt it answers.
 
     Args:
-        prompt: the prompt.
         text: the response without special tokens.
-        token_ids: all its tokens.
         result: what an agent says of the conversation; None without an agent.
     """
 

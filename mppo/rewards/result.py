@@ -40,7 +40,6 @@ class RewardResult:
 
     Args:
         score: the outcome reward.
-        numbers: further numbers by name.
         token_rewards: further rewards by token; empty: none.
         answer: the text or number under ``pred``, the answer that the function found; None without.
     """
@@ -87,7 +86,6 @@ def place_rewards(rewards: TokenRewards, length: int) -> list[float]:
     """The reward of each token of a response; empty if no token has one.
 
     Args:
-        rewards: as read.
         length: tokens of the response.
 
     Raises:

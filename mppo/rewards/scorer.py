@@ -75,9 +75,6 @@ class Scorer:
 
         Collective: each rank scores a part of the responses and gets the scores of all.
 
-        Args:
-            episodes: the responses.
-
         Raises:
             ScoringError: on every rank: a response could not be scored; the message names the
                 prompt.
@@ -136,7 +133,6 @@ class Scorer:
 
         Args:
             scores: of the reward function, for each response.
-            episodes: the responses.
 
         Raises:
             ScoringError: as ``score``.
@@ -277,8 +273,6 @@ def build_scorer(
     """Build the scorer of a recipe.
 
     Args:
-        reward: the recipe's section.
-        tokenizer: decodes response tokens.
         max_response_length: ``data.max_response_length``; needed for the overlong penalty.
         with_model: the recipe has a reward model, for the caller to add; without ``reward.weight``
             it is the only source of scores.

@@ -75,8 +75,6 @@ def read_scores(
     Args:
         results: for each response a value that ``read_result`` reads, a ``FailedScore`` or an
             ``Unscored``. If their number is wrong, no response has a score.
-        responses: the responses that were scored.
-        on_error: ``reward.on_error``.
 
     Raises:
         InputError: a response has no score, and ``on_error`` is ``stop``.
@@ -112,10 +110,6 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
 def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
     """The score of a response that has none: the one place where ``reward.on_error`` decides.
 
-    Args:
-        failed: why there is no score.
-        on_error: ``reward.on_error``.
-
     Raises:
         InputError: it is ``stop``; the message is that of ``failed``, and what to set.
     """
@@ -129,7 +123,6 @@ def no_score(why: str, response: Response) -> str:
 
     Args:
         why: the message of ``read_result``.
-        response: the response that was scored.
     """
     shown = shorten(response.text)
     return f"the score of {describe(response.prompt)} {why}; the response was {shown!r}"

@@ -15,7 +15,6 @@ def overlong_penalty(response_length: int, max_length: int, buffer: int, factor:
     (Soft Overlong Punishment, DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
 
     Args:
-        response_length: tokens generated.
         max_length: ``data.max_response_length``.
         buffer: ``reward.overlong_buffer_len``, positive.
         factor: ``reward.overlong_penalty_factor``.

@@ -20,9 +20,7 @@ def build_engine(
     """Build and start the engine ``rollout.name``; collective.
 
     Args:
-        recipe: the recipe.
         folder: Hugging Face folder of the actor.
-        hf_config: the actor's transformers config.
         run_dir: folder for the engine's logs.
         step: steps that the run has done.
 

@@ -205,11 +205,7 @@ class RolloutEngine(Protocol):
 
 
 class EngineAround:
-    """What an engine around another one leaves to it; see ``RolloutEngine``.
-
-    Args:
-        engine: generates.
-    """
+    """What an engine around another one leaves to it; see ``RolloutEngine``."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine

@@ -30,8 +30,6 @@ def gather_episodes(
 
     Args:
         mine: episodes of this rank by their index in the result of the request.
-        request: the request.
-        world: number of ranks.
 
     Returns:
         By index: this rank's with tokens, those of others without.
@@ -127,7 +125,6 @@ def left_over(
     """The episodes that are not part of the result, without empty ones, at their homes.
 
     Args:
-        request: the request.
         episodes: by index in its result.
         taken: prompts (by index) whose episodes are the result.
     """
@@ -153,12 +150,8 @@ def cut_rows(
 
     Args:
         keys: index of each response in the result of the request.
-        lengths: tokens of each response.
-        reasons: finish reason of each response.
         tokens: token ids of all responses, concatenated.
         logprobs: log-probabilities of the same tokens.
-        request: the request.
-        version: of the weights.
     """
     parts = zip(keys, reasons, tokens.split(lengths), logprobs.split(lengths), strict=True)
     return {

@@ -25,10 +25,7 @@ def server_start(
     """Options and environment of the server for a recipe.
 
     Args:
-        config: the recipe file.
         overrides: ``section.key=value`` settings.
-        empty: start without weights.
-        on_cpu: whether the server runs on a CPU.
 
     Returns:
         SGLang's options, without address and key, and the environment variables to add.
@@ -71,7 +68,6 @@ def server_start(
 
 
 def _empty_folder(recipe: Recipe) -> Path:
-    """The folder with the configuration of a server without weights."""
     return companion_folder(resolve_model(recipe.model.path))
 
 

@@ -40,7 +40,6 @@ class SyncCheck:
 
         Args:
             logprobs: the engine's function of that name.
-            version: of the weights, for the message.
 
         Raises:
             RuntimeError: on every rank: a difference exceeds the tolerance.

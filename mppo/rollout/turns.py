@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.parallel.partition import partition
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,6 @@ class Turn:
         logprobs: float32 ``[N]``, see ``mppo.batch.episode.EpisodeTokens``.
         finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
             update of its weights, and is asked for the rest.
-        version: of the weights.
         cached: tokens before the turn that lay in the engine's prefix cache; None: it has none.
     """
 
@@ -56,6 +56,21 @@ class Turn:
 
 class EngineLost(RuntimeError):
     """No server of this rank is left to continue a text."""
+
+
+def deal_prompts(prompts: Sequence[Prompt], n: int, ranks: Sequence[int]) -> dict[int, int]:
+    """The rank of each sample, by index (``prompt * n + sample``).
+
+    The samples of a prompt have one rank. Each entry of ``ranks``, in which a rank may stand
+    several times, gets an equal number of prompts, of nearly equal length in all.
+    """
+    parts = partition([len(prompt.token_ids) for prompt in prompts], len(ranks), equal_count=True)
+    return {
+        index * n + sample: rank
+        for rank, part in zip(ranks, parts, strict=True)
+        for index in part
+        for sample in range(n)
+    }
 
 
 class TurnEngine(Protocol):

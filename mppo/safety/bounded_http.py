@@ -36,10 +36,8 @@ class Answer:
     """A complete answer.
 
     Args:
-        status: HTTP status code.
         reason: the server's text for the status.
         location: target of a redirect; empty if the server names none.
-        body: the bytes of the body.
     """
 
     status: int
@@ -94,7 +92,6 @@ def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> 
 
     Args:
         request: a request to an ``http`` or ``https`` URL.
-        timeout_s: time limit for the exchange in seconds.
         max_bytes: limit of the answer in bytes, headers included.
 
     Raises:

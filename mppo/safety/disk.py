@@ -140,7 +140,6 @@ def check_contents(folder: Path, files: Files, share: int = 0, shares: int = 1) 
     """Check that the files hold the bytes that were written.
 
     Args:
-        folder: the folder of the files.
         files: the entries that were written.
         share, shares: check every ``shares``-th file from the ``share``-th on, so that ranks can
             divide the work.

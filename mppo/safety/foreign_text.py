@@ -19,7 +19,6 @@ def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
     """Return a text on one line, at most ``SHOWN`` long, without control characters and secrets.
 
     Args:
-        text: any text.
         secrets: values to hide, besides those that ``redact_text`` finds.
     """
     text = text[:_SEARCHED]

@@ -97,7 +97,6 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
     """Read the JSON object in a regular file.
 
     Args:
-        path: the file.
         nan: accept ``NaN`` and ``Infinity``, which Python writes.
 
     Raises:
@@ -156,7 +155,6 @@ def inside(folder: Path, name: Any) -> Path:
     ``blobs``.
 
     Args:
-        folder: the folder.
         name: relative path.
 
     Raises:

@@ -18,9 +18,6 @@ def private_files(folder: Path) -> Iterator[None]:
 
     An existing folder with the set-group-ID bit is shared: its group gets the same access to files
     as to the folder (``chmod 2750``: read, ``2770``: read and write). Other users never get access.
-
-    Args:
-        folder: the run's folder.
     """
     before = os.umask(_umask(folder))
     try:

@@ -16,7 +16,6 @@ def import_file(path: str | Path, name: str) -> ModuleType:
 
     Args:
         path: the file; ``~`` is expanded, and it is relative to the working directory.
-        name: of the module.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -82,9 +82,6 @@ def remove_leftovers(place: Path | None = None) -> list[Path]:
 
     Args:
         place: the folder to search; None: the folder for temporary files.
-
-    Returns:
-        The folders removed.
     """
     place = place or Path(tempfile.gettempdir())
     removed = []
@@ -131,7 +128,6 @@ def _remove_leftover(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and the paths that its process registered."""
     notes = folder / _NOTES
     lines = notes.read_text().splitlines() if notes.is_file() else []
     for path in map(Path, lines):

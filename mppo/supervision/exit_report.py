@@ -35,13 +35,6 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
     The first rank reports it and ends the job. The other ranks wait: if one of them exited first,
     launchers would kill the first rank before it has reported. They report the error themselves
     only if the first rank did not find it.
-
-    Args:
-        error: the error.
-        rank: this process's rank.
-
-    Returns:
-        The exit code.
     """
     if rank:
         time.sleep(FIRST_RANK_REPORTS_S)

@@ -44,7 +44,6 @@ class Beat:
     Args:
         number: count of this rank's heartbeats.
         progress: count of phases, micro-batches and tokens (``phase.progress``).
-        phase: the phase the rank is in.
         last_step: last PPO step that the rank has completed.
         host, pid: the rank's process.
     """
@@ -62,7 +61,6 @@ class HealthMonitor:
     """Diagnoses the job from the newest heartbeat of each rank.
 
     Args:
-        world_size: number of ranks.
         silence_s: a rank without a new heartbeat for longer is dead.
         hang_s: if no rank makes progress for longer, the job hangs.
     """
@@ -79,7 +77,6 @@ class HealthMonitor:
 
         Args:
             beats: by rank; a rank that has not started yet is absent.
-            now: time of this call, in seconds.
         """
         for rank, beat in beats.items():
             before = self._newest.get(rank)

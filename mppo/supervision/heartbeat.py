@@ -79,9 +79,6 @@ class CleanupDeadline:
     """A time limit for a failed rank to stop what it runs and to destroy its process groups.
 
     It is a context around everything that such a rank has to clean up.
-
-    Args:
-        limit_s: seconds for the clean-up.
     """
 
     def __init__(self, limit_s: float = CLEANUP_S) -> None:
@@ -114,7 +111,6 @@ class Heartbeat:
     Construct collectively, in the default process group; the watch starts at once.
 
     Args:
-        info: this process's place in the job.
         silence_s: a rank without a heartbeat for longer is dead.
         hang_s: if no rank makes progress for longer, the job hangs.
         stacks: folder for the stacks of a job that is ended.

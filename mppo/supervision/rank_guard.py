@@ -118,9 +118,6 @@ class RankGuard:
 def start_guarded() -> tuple[LaunchInfo, RankGuard]:
     """Begin a program that a launcher may have started on many ranks.
 
-    Returns:
-        This process's place, and its guard.
-
     Raises:
         ValueError: the launcher's variables are wrong.
     """

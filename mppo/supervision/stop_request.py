@@ -187,9 +187,6 @@ class StopRequest:
 
         Launchers forward a terminal's Ctrl-C to processes that the terminal has already signalled:
         a signal within a second of the first is the same request.
-
-        Args:
-            number: of the signal.
         """
         now = time.monotonic()
         urgent = number != signal.SIGUSR1

@@ -28,7 +28,6 @@ class WatchedStore:
     Construct collectively, in the default process group.
 
     Args:
-        info: this process's place.
         interval_s: seconds between two checks of the watch.
         silence_s: longest time that a call may wait for its answer.
         on_silence: called once, in the watch's thread, with the seconds a call has waited.

@@ -145,7 +145,6 @@ def estimate(
     """Compute rewards, advantages, returns and loss weights of the sequences held. Collective.
 
     Args:
-        outputs: the batch with log-probabilities and values.
         algorithm: estimator, whitening, KL in the reward, rollout correction.
         kl_coef: the controller's current coefficient of the KL in the reward.
         baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
@@ -249,11 +248,8 @@ def _advantages(
     """Compute unwhitened advantages and returns by the recipe's estimator.
 
     Args:
-        outputs: the batch with log-probabilities and values.
-        algorithm: the estimator.
         rewards_T: float32 ``[T]``.
         earlier_E: see ``_rewards_of_earlier``.
-        baseline_scores_B: see ``estimate``.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -379,7 +375,6 @@ def value_states(batch: Sequences, gae_unit: str) -> Tensor:
     """1 on the tokens before which the critic's value is a state's value.
 
     Args:
-        batch: sequences.
         gae_unit: ``token``: all response tokens and end slots; ``turn``: the first of each turn,
             and end slots.
 
@@ -400,7 +395,6 @@ def bounded_importance(
         log_ratio_T: log-probabilities of the policy minus the engine's, float32 ``[T]``.
         mask_T: float32 ``[T]``.
         cu_seqlens: int64 ``[B + 1]``.
-        correction: level, bounds and what happens outside them.
     """
     upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
     weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
@@ -416,10 +410,6 @@ def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) ->
     """Compute ``loss_weight_T``: response mask times importance weights, 0 on rejected tokens.
 
     With ``bypass_mode`` the policy loss itself weighs, by the current policy's ratio.
-
-    Args:
-        outputs: log-probabilities of actor and engine.
-        correction: weights and rejections.
 
     Returns:
         float32 ``[T]``.

@@ -49,8 +49,6 @@ def write_shares(folder: Path, experience: Experience, leave_out: Collection[str
 
     Args:
         folder: an existing one is renamed.
-        experience: the part of this rank.
-        leave_out: names of tensors that are not written.
 
     Raises:
         RuntimeError: on every rank, if one of them cannot write.
@@ -82,8 +80,6 @@ def dump_step(
     """Write the dump of a step. Collective.
 
     Args:
-        run: the run.
-        step: the PPO step.
         rollout: the responses with their raw scores.
         outputs: the models' outputs before the update.
         experience: made of ``outputs``, before PF-PPO's resampling.

@@ -8,11 +8,13 @@ import traceback
 
 import torch
 
+from mppo.config.errors import ConfigError
 from mppo.config.schema import Recipe
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
+from mppo.supervision.heartbeat import AlreadyReported
 from mppo.supervision.phase import current
 
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -56,7 +58,6 @@ def advice(phase: str, recipe: Recipe) -> list[str]:
 
     Args:
         phase: ``mppo.supervision.phase.current()`` of the rank that failed.
-        recipe: the recipe of the run.
     """
     for marker, keys in _keys_by_phase(phase).items():
         if marker in phase:
@@ -128,6 +129,22 @@ def out_of_memory_message(phase: str, recipe: Recipe) -> str:
     lines = [f"out of memory in: {phase}; {device.memory_summary()}"]
     lines += [f"  {line}" for line in advice(phase, recipe)]
     return "\n".join(lines)
+
+
+def exit_code(error: BaseException, info: LaunchInfo, recipe: Recipe) -> int:
+    """Report the error that ends a program, unless the heartbeat has.
+
+    Returns:
+        2 for a fault of the user's, 130 if the program was interrupted, else 1.
+    """
+    if isinstance(error, ConfigError):
+        return exit_report.refuse_recipe(error, info.rank)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, AlreadyReported):
+        return 2 if isinstance(error.__cause__, InputError) else 1
+    report_failure(error, info, recipe)
+    return 2 if isinstance(error, InputError) else 1
 
 
 def report_failure(error: BaseException, info: LaunchInfo, recipe: Recipe) -> None:

@@ -30,7 +30,6 @@ TIMED_AS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 
 
 def _what(name: str) -> str:
-    """The phase of a role's forward pass."""
     return f"computing {TIMED_AS[name]} with {name}"
 
 
@@ -39,10 +38,6 @@ class ForwardPhase:
 
     They run through one pipeline if the layouts allow it, otherwise one role at a time. The actor
     is left out where the recipe takes the engine's log-probabilities instead.
-
-    Args:
-        roles: the models.
-        batch: the batch, shared out.
 
     Attributes:
         passes: the roles that compute, those of one stream together; the reference comes before

@@ -109,8 +109,6 @@ def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[No
     """Save a checkpoint if scoring fails inside: the run ends and can be resumed.
 
     Args:
-        run: the run.
-        step: the PPO step.
         metrics: of the step, if it is done; None: the checkpoint is of the step before.
     """
     try:

@@ -77,11 +77,7 @@ class StepData:
     holds (``mppo.batch.batch``); ``gather_of`` brings numbers of one per sequence together.
 
     Args:
-        scored: the batch with raw scores.
-        outputs: the models' outputs of the batch.
         experience: what is trained on.
-        step: the PPO step.
-        recipe: the recipe.
     """
 
     scored: Batch
@@ -192,7 +188,6 @@ def _explained(errors_B: Tensor, returns_B: Tensor, episodes: EpisodeIndex) -> d
     Args:
         errors_B: float64 ``[B, 5]``, moments of each sequence's ``returns - values``.
         returns_B: float64 ``[B, 5]``, of its returns.
-        episodes: the sequences' episodes.
     """
     tokens_E = episodes.sum(returns_B[:, 0])
     weights: dict[str, Tensor | None] = {
@@ -213,7 +208,6 @@ def explained_variance(errors: Moments, returns: Moments) -> float | None:
 
     Args:
         errors: moments of ``returns - values``.
-        returns: moments of the returns.
 
     Returns:
         None where it is undefined: there are fewer than two returns, or all are equal but for
@@ -266,8 +260,6 @@ def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[
 
     Args:
         experience: of the sequences held.
-        step: the PPO step.
-        recipe: the recipe.
     """
     if not recipe.algorithm.uses_critic:
         return {}
@@ -283,10 +275,6 @@ def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
     """Gap between engine and actor over response tokens: log-probabilities and weight versions.
 
     The gap of log-probabilities is reported only if the actor computed them. Collective.
-
-    Args:
-        outputs: the batch with log-probabilities.
-        step: the PPO step.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -333,7 +321,6 @@ def kl_metrics(kl: float, kl_coef: float, actor: ActorConfig) -> dict[str, float
     Args:
         kl: mean over sequences of the mean over tokens.
         kl_coef: coefficient of the KL in the reward, in this step.
-        actor: the recipe's section.
     """
     metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
     if actor.use_kl_loss:
@@ -347,8 +334,6 @@ def performance_metrics(
     """Seconds by stage, tokens per second, memory of this rank.
 
     Args:
-        batch: the step's batch.
-        step: the PPO step.
         stages: seconds by stage of the loop; their sum is the step's time.
         passes: seconds of the roles' passes, which are parts of the stages.
     """
@@ -389,10 +374,6 @@ def rank_metrics(probe_ms: float) -> dict[str, float]:
 def by_rank(prefix: str, values: Sequence[float]) -> dict[str, float]:
     """The metrics of a number that each rank has.
 
-    Args:
-        prefix: of the metrics.
-        values: of every rank.
-
     Returns:
         Of up to ``_ALL_RANKS`` ranks the number of each. Of more the smallest, the median and the
         largest, and the numbers of the ``_HIGHEST`` ranks: a thousand ranks would make a line of
@@ -411,7 +392,6 @@ def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
 
     Args:
         lengths: tokens of every sequence of the batch.
-        dp: data-parallel ranks.
     """
     bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
     unbalanced = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -479,7 +459,6 @@ def reward_metrics(
     count such as ``reward/timeouts`` for each reason why responses were not scored.
 
     Args:
-        episodes: the responses.
         greedy: the greedy responses; only errors and missing scores are counted.
     """
     numbers = mean_numbers(episodes)
@@ -509,8 +488,6 @@ def staleness_metrics(episodes: Sequence[Episode], step: int, bound: int) -> dic
     """``training/staleness/K``: share of the policy's tokens that were K updates old in a step.
 
     Args:
-        episodes: of the step.
-        step: the PPO step.
         bound: ``rollout.max_staleness``; with 0 there is nothing to report.
     """
     if not bound:

@@ -71,7 +71,6 @@ class PretrainingMix:
             batch: sequences, of which this rank holds those that it works on.
             plan: micro-batches of one mini-batch of it.
             documents: from ``draw``.
-            objective: of the mini-batch's micro-batches.
 
         Returns:
             The longer batch; the plan with the documents' micro-batches after each rank's own; the
@@ -92,8 +91,6 @@ class MixedObjective:
     """``L + coef mean(-log pi(text))`` over micro-batches that hold either kind of sequence.
 
     Args:
-        objective: of the policy's own micro-batches.
-        text: the documents.
         first: index of the first document, after the batch's sequences.
         coef: weight of the documents' loss.
     """

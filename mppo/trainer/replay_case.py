@@ -24,7 +24,6 @@ class ReplayCase:
     """A mini-batch and its origin.
 
     Args:
-        step: PPO step.
         mini_batch: indices of the sequences whose loss or gradient was not finite.
         model: Hugging Face folder the roles were built from.
         recipe: the run's, as plain values without secrets.
@@ -42,8 +41,6 @@ def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
     """Write the case; an earlier case of the same step is renamed. Collective.
 
     Args:
-        folder: folder to write.
-        case: the mini-batch.
         experience: of the step, shared out.
     """
     write_shares(folder, experience)

@@ -88,7 +88,6 @@ class RolePlacement:
         Parts leave before others come, whose memory may be theirs.
 
         Args:
-            phase: the phase.
             early: whether the parts of the next phase come back where the table says so.
         """
         self.phase = phase

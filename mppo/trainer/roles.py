@@ -31,9 +31,7 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
     """``describe_model`` of the trained roles, by name, without building them.
 
     Args:
-        recipe: the recipe.
         folder: the actor's initial weights.
-        load_config: reads the Hugging Face config of a folder.
     """
     folders = _model_folders(recipe, folder)
     return {
@@ -46,7 +44,6 @@ def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[
 
 
 def _model_folders(recipe: Recipe, folder: Path) -> dict[str, Path]:
-    """The folder of each role's initial weights: ``folder`` for ``model.path``."""
     roles, seed = recipe.roles(), recipe.trainer.seed
     own = {r.name: resolve_model(r.path, seed=seed) for r in roles if r.path_key != "model.path"}
     return {role.name: own.get(role.name, folder) for role in roles}
@@ -69,11 +66,8 @@ class Roles:
     """Actor, and critic, reference and reward model where the recipe uses them.
 
     Args:
-        recipe: the recipe.
         folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
             critic and reference unless the recipe names others.
-        load_config: reads the Hugging Face config of a folder.
-        registry: process groups by layout.
         total_steps: PPO steps of the run, for the learning-rate schedules.
         text: documents for the pretraining mix; None without one.
         table: who is where in which phase; None: as planned for this machine.

@@ -34,7 +34,6 @@ class PendingRollout:
 
     Args:
         prompts: the run's next prompts, not consumed yet.
-        generation: the responses being generated.
     """
 
     prompts: list[Prompt]

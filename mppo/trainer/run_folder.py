@@ -91,8 +91,6 @@ class Earlier:
     Args:
         steps: steps of the checkpoints, newest first.
         finished: number of steps of the finished run; 0 if none has finished.
-        exported: whether the folder holds what a run exports at its end.
-        results: whether the folder holds metrics or samples.
         recipe: content of recipe.yaml; None if it is missing or unreadable.
     """
 
@@ -141,11 +139,9 @@ def decide(
     """Decide how this start uses the run folder.
 
     Args:
-        earlier: results in the folder.
         trainer: ``export_hf`` and ``on_existing_run`` are read.
         start: ``trainer.resume_mode``: "auto" or "disable"; for ``resume_path`` "own" if it names a
             checkpoint of this folder, else "other".
-        total_steps: of the run.
         changed: keys in which the recipe differs from the earlier one.
 
     Raises:
@@ -178,9 +174,6 @@ class RunFolder:
     """The run folder at this start. Construct collectively; ``begin`` makes the first change.
 
     Args:
-        path: the folder.
-        recipe: of this run.
-        total_steps: of this run.
         models: ``describe_model`` of each trained role, by name.
         say: prints a line (on the first rank).
 
@@ -341,7 +334,6 @@ def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = (
         key: recipe key that names the folder.
         folder: the folder; without a marker it is not checked.
         fix: what to do if a file is damaged.
-        endings: endings of the file names to check.
 
     Raises:
         ConfigError: a file differs from what was written; names the first one.

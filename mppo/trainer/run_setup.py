@@ -126,7 +126,6 @@ def build_run(
 
 
 def _steps(recipe: Recipe, prompts: PromptLoader) -> int:
-    """Steps of an epoch."""
     replay = recipe.trainer.replay
     return prompts.steps_per_epoch if replay is None else len(replay_folders(replay))
 
@@ -137,7 +136,6 @@ def _build_scorer(
     prompts: Sequence[Prompt],
     parts: UserParts,
 ) -> Scorer:
-    """Build the scorer of ``reward.*``, and try it on the prompts."""
     with_model = recipe.reward_model.in_use
     limit = recipe.data.max_response_length
     has_agent = recipe.rollout.agent is not None
@@ -258,7 +256,6 @@ def _starting_model(
 
 
 def _pretraining_mix(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PretrainingMix:
-    """Load the documents of ``data.ptx_files``."""
     data, actor = recipe.data, recipe.actor
     size = data.ptx_batch_size or actor.ppo_mini_batch_size * recipe.rollout.n
     with phase("loading pretraining text"):

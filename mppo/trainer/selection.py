@@ -20,7 +20,6 @@ def resample_experience(
 
     Args:
         experience: with advantages, which are resampled and not recomputed (verl).
-        algorithm: ``use_pf_ppo`` and ``pf_ppo``.
         seed: seed of the draw, different for each step.
 
     Returns:
@@ -49,7 +48,6 @@ def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
         scores_B: float ``[B]``.
         group_B: int64 ``[B]``; a group's sequences are adjacent, and there are at least ``count``
             groups.
-        count: number of groups.
 
     Returns:
         int64 indices of their sequences, ascending.

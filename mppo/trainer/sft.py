@@ -50,12 +50,6 @@ def train_sft(
 
     Args:
         recipe: ``trainer.warm_start_*`` and the actor's layout.
-        folder: Hugging Face folder to start from.
-        hf_config: its config.
-        prompts: training prompts with their ground truths.
-        tokenizer: the model's.
-        registry: process groups by layout.
-        out: folder to write.
         on_step: called with each step's number and loss (nats per answer token).
 
     Returns:
@@ -120,7 +114,6 @@ class NegativeLogLikelihood:
     """Weighted sum of ``-log pi`` over answer tokens.
 
     Args:
-        batch: the examples.
         weight_T: float32 ``[T]`` of the batch.
     """
 

@@ -97,10 +97,6 @@ def on_device(targets: Targets) -> Targets:
 def select_targets(targets: Targets, indices: Sequence[int]) -> Targets:
     """Select sequences by their position in ``targets``, in the order of ``indices``.
 
-    Args:
-        targets: as ``on_device`` returns them.
-        indices: positions of sequences.
-
     Returns:
         The sequences' targets, with ``cu_seqlens`` too on this rank's device.
     """
@@ -122,7 +118,6 @@ class _MiniBatchTokens:
         cu_seqlens: int64 ``[H + 1]``.
         cut: maps ``[T]`` of the batch to float32 ``[T]`` of the mini-batch.
         position_H: int64 ``[H]``, position of each sequence in the mini-batch.
-        gather: of the mini-batch.
         episode_B: int64 ``[B]``, place of the mini-batch's sequences' episodes among its episodes.
     """
 
@@ -181,9 +176,7 @@ def policy_targets(
     neither in the mask nor in the normalisers.
 
     Args:
-        experience: the batch with advantages.
         indices: the mini-batch's sequences, as indices of the batch.
-        actor: loss mode and aggregation.
         max_response_length: the recipe's, in tokens; the scale of ``seq-mean-token-sum-norm`` if
             ``loss_scale_factor`` is null.
         seed: seed of Clip-Cov's random selection.
@@ -267,9 +260,6 @@ def fetch_targets(
     Args:
         targets: of the sequences held here.
         sequences: these sequences, as indices of the batch, in the targets' order.
-        batch: the batch at home.
-        plan: the mini-batch's micro-batches.
-        layout: the role's layout.
 
     Returns:
         The targets of the sequences whose loss this rank computes, and these sequences.

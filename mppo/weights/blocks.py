@@ -46,8 +46,6 @@ def shard_blocks(
             one, cut evenly, the parts stacked; ``qkv``: sources interleaved by key-value head, then
             cut; ``vocab``: padded with zeros, then cut.
         lengths: length of each source along the sharded dimension.
-        rank: index of the shard.
-        size: number of shards.
         groups: number of key-value heads (``qkv`` only).
         padded: total rows after padding (``vocab`` only).
 

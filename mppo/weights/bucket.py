@@ -29,8 +29,6 @@ class TensorPlace:
 
     Args:
         name: Hugging Face name.
-        dtype: of its elements.
-        shape: its shape.
         start: its first byte in the bucket.
     """
 
@@ -101,7 +99,6 @@ class WeightBucket:
     Iterating yields names and tensors, which are views of the buffer.
 
     Args:
-        layout: where each tensor is.
         content: uint8 ``[layout.nbytes]``.
     """
 
@@ -117,7 +114,6 @@ class WeightBucket:
 
         Args:
             tensors: names and tensors, at least one.
-            alignment: see ``BucketLayout.plan``.
         """
         named = list(tensors)
         layout = BucketLayout.plan([(n, t.dtype, t.shape) for n, t in named], alignment)

@@ -62,7 +62,6 @@ class Slice:
 
     Args:
         first: first byte of the tensor in the buffer.
-        shape: of the tensor.
         start: first index of the part along the dimension in which the tensor is sliced.
     """
 

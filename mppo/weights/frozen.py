@@ -39,8 +39,6 @@ def freeze_parameters(chunks: Sequence[Any], table: Table, patterns: Sequence[st
 
     Args:
         chunks: Megatron ``GPTModel`` chunks of this rank.
-        table: the model's parameter table.
-        patterns: regular expressions.
     """
     for chunk in chunks:
         numbers = [module.layer_number - 1 for module in chunk.decoder.layers]

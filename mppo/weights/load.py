@@ -25,7 +25,6 @@ class LoadReport:
     """The result of a load on this rank.
 
     Args:
-        parameters: number of parameters that were loaded.
         bytes_read: bytes read from the folder's files, in their stored dtypes.
         fresh: parameters that keep their initial values (a value head that the folder lacks).
         extras: tensors of the folder that no rank needs: multi-token-prediction layers, masks and
@@ -48,14 +47,7 @@ def load_hf_weights(
     """Load this rank's chunks from a Hugging Face folder, without communication.
 
     Args:
-        folder: the folder.
         chunks: this rank's ``GPTModel`` chunks (several under interleaving).
-        hf_config: the folder's transformers config.
-        layout: the role's layout.
-        coordinates: this rank's coordinates in it.
-
-    Returns:
-        The number of parameters and bytes, and what was left out.
 
     Raises:
         InputError: a tensor is missing or unknown, or its shape differs from config.json.

@@ -55,11 +55,7 @@ class Row:
 
 
 def model_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """The rows of a model.
-
-    Args:
-        shape: the model's sizes, from ``mppo.weights.shape.model_shape``.
-    """
+    """The rows of a model."""
     names = hf_names(shape.model_type)
     rows = _embeddings(shape, names)
     matrices = _mla_attention(shape, names) if shape.mla else _attention(shape, names)
@@ -214,8 +210,6 @@ def _feed_forward(
     Args:
         own, of: prefixes of the Megatron and the Hugging Face names.
         names: of the input projections (gate and up, or only one) and of the output projection.
-        width: of the feed-forward.
-        shape: the model's sizes.
         where: the kind of its layers.
     """
     *into, out = (f"{of}{name}.weight" for name in names)

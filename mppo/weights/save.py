@@ -45,10 +45,7 @@ def save_hf(
         folder: the output, on a file system that all ranks see.
         chunks: this rank's ``GPTModel`` chunks.
         hf_config: the model's transformers config, written if ``source`` is None.
-        groups: the role's layout and its process groups.
         source: Hugging Face folder whose config, tokenizer and generation config are copied.
-        bucket_bytes: size of the streamed buckets.
-        max_shard_bytes: most bytes of one safetensors file.
 
     Returns:
         On the first rank, the new path of an existing folder that was renamed; else None.

@@ -211,9 +211,6 @@ def model_shape(hf_config: Any) -> ModelShape:
     Args:
         hf_config: a transformers config object of one of ``FAMILIES``, or of a plugin's family.
 
-    Returns:
-        The sizes.
-
     Raises:
         ValueError: the family is not supported, or a size is missing or not divisible.
     """

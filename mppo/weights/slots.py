@@ -19,9 +19,7 @@ class Slot:
     """One entry's shard on this rank.
 
     Args:
-        entry: the parameter.
         tensor: this rank's shard, a view of the module's storage.
-        rank: index of the shard.
         size: number of shards (1: this rank holds the full parameter).
     """
 
@@ -43,9 +41,6 @@ def find_slots(
 
     Args:
         chunks: Megatron ``GPTModel`` chunks of this rank.
-        table: the model's parameter table.
-        layout: the role's layout.
-        coordinates: this rank's coordinates in it.
 
     Returns:
         One slot per parameter (per expert inside grouped layers), in the table's order.

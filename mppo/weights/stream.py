@@ -66,8 +66,6 @@ class BucketPlan:
     """Units of one stage, and the layout of their Hugging Face tensors.
 
     Args:
-        stage: the stage.
-        units: its units.
         layout: where their tensors are in the bucket.
         copies: copies from gathered shards to the bucket, by the name of the gather; filled when
             the bucket is first assembled.
@@ -88,8 +86,6 @@ class WeightStream:
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config.
-        groups: the role's layout and its process groups.
         bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
     """
 
@@ -235,8 +231,6 @@ class WeightStream:
             gathered: uint8, what ``_pack`` returned on several ranks, end to end.
             shards: this rank's slot, the parameter on the other rank, that rank's index in the
                 slot's group, and the shard's first byte in ``gathered``.
-            plan: the bucket's plan.
-            bucket: the bucket.
         """
         if gather not in plan.copies:
             plan.copies[gather] = folded(self._copies(shards, plan.layout))
@@ -273,8 +267,6 @@ def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[
     """The model's units in order, each Hugging Face tensor in exactly one.
 
     Args:
-        table: the parameter table.
-        layout: the role's layout.
         owner: stages, from ``owners``.
     """
     for row in table.rows:
@@ -293,7 +285,6 @@ def cut_buckets(
     """Cut units into buckets: each holds units of one stage.
 
     Args:
-        units: the units in order.
         bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
         itemsize: bytes of an element of a parameter.
     """

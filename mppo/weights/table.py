@@ -157,9 +157,5 @@ def _without_expert(name: str) -> tuple[str, int | None]:
 
 
 def parameter_table(shape: ModelShape) -> Table:
-    """The table of a model.
-
-    Args:
-        shape: the model's sizes, from ``mppo.weights.shape.model_shape``.
-    """
+    """The table of a model."""
     return Table(shape, model_rows(shape))

@@ -71,6 +71,7 @@ def worker(rank: int, world: int, cases: list[Case], folder: Path) -> None:
 
 def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     """Build the stages filled with NaN, load, and collect the values that the tests check."""
+    from megatron.core import dist_checkpointing
     from served_slices import check_slices
     from transformers import AutoConfig
 
@@ -82,7 +83,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     from mppo.weights.blocks import padded_vocab_size
     from mppo.weights.save import save_hf
     from mppo.weights.stream import WeightStream
-    from mppo.weights.torch_dist.checkpoint import load_weights, save_megatron
+    from mppo.weights.torch_dist.checkpoint import load_weights
 
     layout = Layout(world=world, **case.layout)
     groups = registry.of(layout)
@@ -114,7 +115,11 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
         assert len(named) == len(streamed), "a name came twice"
     if case.save:
         with groups.active():
-            save_megatron(case.save, stages)
+            if dist.get_rank() == 0:
+                Path(case.save).mkdir()
+            dist.barrier()
+            state = {f"model{n}": stage.sharded_state_dict() for n, stage in enumerate(stages)}
+            dist_checkpointing.save(state, case.save)
     if case.export:
         save_hf(
             case.export, stages, config, groups, folder / case.family,

@@ -45,5 +45,5 @@ def corrected(page: Path) -> str:
 
 
 if __name__ == "__main__":
-    for found in sorted((ROOT / "docs").glob("*.md")):
+    for found in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         found.write_text(corrected(found))

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from preset_table import preset_table
 
 from mppo.config.load import recipe_keys
-from mppo.config.presets import PRESETS, CopyOf, IfSet, apply_preset, preset_table
+from mppo.config.presets import PRESETS, CopyOf, IfSet, apply_preset
 from mppo.config.schema import Recipe
 
 NAMES = tuple(PRESETS)

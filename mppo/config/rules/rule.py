@@ -23,8 +23,6 @@ class RuleContext:
     """The recipe, ranks and models that a rule reads.
 
     Args:
-        recipe: the recipe.
-        world_size: number of ranks.
         shapes: model sizes by role; without roles whose config has not been read.
         positions: longest sequence of each role's position encoding, by role; without roles whose
             longest sequence is unknown or unlimited.

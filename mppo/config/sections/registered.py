@@ -35,14 +35,7 @@ def schema_of(registry: Registry) -> WithJsonSchema:
 
 
 def load_plugins(document: Mapping[str, Any]) -> list[ConfigIssue]:
-    """Execute a recipe's plugins; what an earlier execution of a file has added is replaced.
-
-    Args:
-        document: the recipe, not validated.
-
-    Returns:
-        The issues of files that cannot be used.
-    """
+    """Execute a recipe's plugins; what an earlier execution of a file has added is replaced."""
     trainer = document.get("trainer")
     names = trainer.get("plugins") if isinstance(trainer, Mapping) else None
     names = [names] if isinstance(names, str) else names

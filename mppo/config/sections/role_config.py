@@ -23,9 +23,7 @@ class RoleConfig:
         batching: its limits of micro-batches and its head chunk; of a trained role its section of
             the recipe.
         megatron: its layout; the actor's where ``ref.megatron`` is null.
-        dtype: type of its parameters.
         key: dotted key of the layout.
-        path: path of its model.
         path_key: dotted key of that path.
         temperature: log-probabilities are those of softmax(logits / temperature).
         optim: settings of its optimizer; None for a frozen role.

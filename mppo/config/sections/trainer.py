@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mppo.config.sections.profile import ProfileConfig
 from mppo.config.sections.section import Section
-from mppo.config.sections.timeline import TimelineConfig
 
 
 class ValueGateConfig(Section):
@@ -21,6 +19,22 @@ class ValueGateConfig(Section):
     batches: int = Field(default=3, gt=0)
     """Batches in a row that must reach it. Each is judged before the critic learns it; of
     ``trainer.replay`` the last ones are held out for it."""
+
+
+class ProfileConfig(Section):
+    """Traces of torch's profiler in ``<run>/profile``, and snapshots of GPU memory."""
+
+    steps: tuple[PositiveInt, ...] = ()
+    """PPO steps that are profiled. A profiled step is slower."""
+    ranks: tuple[NonNegativeInt, ...] = (0,)
+    """Ranks that are profiled."""
+
+
+class TimelineConfig(Section):
+    """Recording of updates, action by action, in ``<run>/timeline``."""
+
+    steps: tuple[PositiveInt, ...] = ()
+    """PPO steps that are recorded. The device is synchronised after each action of these steps."""
 
 
 class TrainerConfig(Section):

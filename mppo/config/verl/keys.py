@@ -72,14 +72,7 @@ class VerlTranslation:
         )
 
     def _set(self, key: str, converted: Any, name: str, value: Any) -> None:
-        """Set a key of mppo's in place of verl's; an issue if it already has a different value.
-
-        Args:
-            key: mppo's key.
-            converted: its value.
-            name: verl's key.
-            value: the value given for verl's key.
-        """
+        """Set a key of mppo's in place of verl's; an issue if it already has a different value."""
         *sections, last = key.split(".")
         section = self.document
         for part in sections:

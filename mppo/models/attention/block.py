@@ -64,7 +64,6 @@ class BlockAttention:
         """Compute the block's share of the gradients of attention on all blocks.
 
         Args:
-            grad: gradient of ``out``.
             out, lse: output and log-sum-exp over all blocks.
 
         Returns:

@@ -41,7 +41,6 @@ class ContextRows:
 
     Args:
         start: first local token.
-        rows: number of sequences.
         chunk: tokens per chunk.
     """
 
@@ -83,7 +82,6 @@ def split_context(
 
     Args:
         lengths: tokens of each sequence; an empty list gives one padding sequence.
-        place: size of the group and this rank in it.
         multiple: the local token count is a multiple of this.
         merge: whether sequences of one padded length share a ``ContextRows``; otherwise each has
             its own, in the order given (Transformer Engine's layout).
@@ -137,8 +135,6 @@ def sequence_order(gathered: Tensor, rows: ContextRows, place: ContextPlace) -> 
 
     Args:
         gathered: ``[size * t, ...]``, the local tokens of every rank.
-        rows: the group of sequences.
-        place: size of the context-parallel group.
 
     Returns:
         ``[rows, 2 * size * chunk, ...]``.

@@ -120,7 +120,6 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: ``[T, 1, heads, dim]`` or ``[T, heads, dim]``.
             key, value: the same with their own head count and width.
-            packed_seq_params: the micro-batch's packing.
 
         Returns:
             ``[T, 1, heads * value_dim]``.
@@ -283,8 +282,6 @@ def softcapped_attention(
         q: ``[rows, heads, queries, dim]``.
         k, v: ``[rows, groups, keys, dim]``.
         mask: bool ``[queries, keys]``, True where a key is seen.
-        scale: factor on scores; None is ``1 / sqrt(dim)``.
-        softcap: bound of the scores.
 
     Returns:
         ``[rows, heads, queries, dim]`` in the dtype of ``q``. Source: Gemma 2

@@ -22,7 +22,6 @@ class AttentionRows:
     """Sequences of similar length, padded to one length for one attention call.
 
     Args:
-        rows: number of sequences.
         width: padded length.
         gather: int64 ``[rows * width]``, the token of the micro-batch in each slot; ``T`` for a
             padded slot (the caller appends one row of zeros).

@@ -37,7 +37,6 @@ def ring_attention(
         k, v: ``[t, groups, dim]``; ``dim`` of v may differ.
         split: positions of the local tokens in their sequences.
         block: attention of one chunk on another.
-        group: the context-parallel process group.
 
     Returns:
         ``[t, heads, value_dim]`` in the dtype of ``q``.

@@ -26,9 +26,6 @@ the default. Transformers does the same; Megatron-LM and serving engines use ``r
 def family_config(hf_config: Any) -> FamilyConfig:
     """Translate a Hugging Face config into an architecture in Megatron's terms.
 
-    Args:
-        hf_config: a transformers config object.
-
     Returns:
         The architecture, without any parallel size.
 

@@ -49,10 +49,6 @@ def with_early_select(layers: list[ModuleSpec], config: TransformerConfig) -> li
     another class (Gemma 2); or under sequence parallelism, where ranks must hold equally many
     tokens.
 
-    Args:
-        layers: layer specs of the chunk.
-        config: the Megatron configuration.
-
     Returns:
         The layer specs, at most the last one changed.
     """

@@ -35,8 +35,6 @@ class RoleHead:
 
     Args:
         chunk: this rank's last chunk.
-        role: the role's settings.
-        groups: the layout's process groups.
         vocab_size: size of the vocabulary without padding.
     """
 
@@ -55,7 +53,6 @@ class RoleHead:
 
         Args:
             hidden: the last chunk's output ``[t, 1, hidden]``.
-            microbatch: the micro-batch.
             batch: the batch it was cut from.
             inputs: inputs of the pass besides the tokens.
         """
@@ -77,8 +74,6 @@ class RoleHead:
 
         Args:
             reference: the frozen policy's head.
-            weights: the frozen policy's weights.
-            bucket_bytes: size of the streamed buckets.
 
         Raises:
             InputError: the two have different vocabularies.

@@ -20,7 +20,6 @@ class ValueHead(torch.nn.Module):
     """Linear outputs per token without bias, computed in float32; zero before :meth:`draw`.
 
     Args:
-        config: the Megatron configuration.
         bins: outputs: 1 is a value, more are the logits of a histogram of values.
     """
 
@@ -53,7 +52,6 @@ def initial_std(init: ValueHeadInit, hf_config: Any) -> float:
 
     Args:
         init: ``critic.value_head_init``.
-        hf_config: transformers config of the critic's model.
     """
     if init == "initializer_range":
         return getattr(hf_config, "initializer_range", INITIALIZER_RANGE)

@@ -46,7 +46,6 @@ def vocabulary_logits(
     Args:
         hidden: ``[n, hidden]``.
         weight: ``[V_p, hidden]``.
-        shard: the split.
 
     Returns:
         float32 logits ``[n, V_p]``, -inf in padded rows; the soft-cap's derivative ``[n, V_p]``, or
@@ -109,7 +108,6 @@ def backpropagate_logits(
         slope: the soft-cap's derivative; None without soft-cap.
         hidden: ``[n, hidden]``.
         weight: ``[V_p, hidden]``.
-        shard: the split.
         grad_weight: float32 ``[V_p, hidden]``, added to.
 
     Returns:
@@ -218,7 +216,6 @@ def chunked_logprobs(
         hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank.
         weight: this rank's rows of the projection ``[V_p, hidden]``.
         target_N: int64 ``[N]``, token ids.
-        shard: the split.
 
     Returns:
         ``(logprobs_N, entropy_N)``, float32, in nats. The gradient of ``hidden_N`` is this rank's

@@ -71,7 +71,6 @@ def record_of(
     """Make a record of the sequences of a plan.
 
     Args:
-        batch: the batch.
         plan: micro-batches of every data-parallel rank.
         experts: ``[T', L, k]`` for the tokens of this rank's sequences.
         numbers: these sequences, in the order of their tokens.

@@ -46,7 +46,6 @@ class LayerLoad:
 
     Args:
         num_experts: E.
-        device: of the counters.
 
     Attributes:
         sums: float64 ``[E + 4]``: tokens per expert; routed tokens; replayed choices that the
@@ -110,7 +109,6 @@ class Router(TopKRouter):
 
         Args:
             row: index of the layer among the rank's MoE layers.
-            losses: auxiliary losses.
 
         Returns:
             The counters that the router will update.

@@ -43,9 +43,7 @@ class RoleRouting:
 
     Args:
         stages: this rank's chunks.
-        megatron: the role's section of the recipe.
         replay: which choices the update replays.
-        groups: the layout's groups.
         config: Megatron's configuration. It must not recompute a router apart from its layer, as
             the router would then read another micro-batch's packing.
     """
@@ -243,7 +241,6 @@ class RoleRouting:
         Args:
             experts_T: ``[T, L, k]`` on the tokens of ``held``.
             held: sequences with the micro-batch's.
-            microbatch: the micro-batch.
         """
         chosen = self._numbers(experts_T[microbatch.tokens_in(held)]).transpose(0, 1)
         # padding tokens, whose origin is -1, read this last row: no replay
@@ -372,7 +369,6 @@ def _sequence_of(batch: Sequences, microbatch: MicroBatch) -> Tensor:
 
 
 def _planned(plan: MicroBatchPlan) -> list[int]:
-    """All sequences of a plan."""
     return [index for share in plan for part in share for index in part]
 
 

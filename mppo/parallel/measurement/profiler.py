@@ -25,8 +25,6 @@ def profiling(folder: Path, step: int, rank: int) -> Iterator[None]:
 
     Args:
         folder: folder of the files; created if it does not exist.
-        step: number of the PPO step.
-        rank: this rank.
     """
     from torch.profiler import ProfilerActivity, profile
 

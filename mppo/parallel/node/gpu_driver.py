@@ -70,9 +70,6 @@ def unusable_gpus(gpus: int, devices: int, driver: str, cuda: str | None) -> tup
         devices: GPUs that torch sees.
         driver: from ``driver_version``.
         cuda: as in ``driver_fault``.
-
-    Returns:
-        The reason and the fix.
     """
     if devices or not gpus:
         return None

@@ -23,7 +23,6 @@ def cores_near(gpu: str, allowed: frozenset[int], sysfs: Path = SYSFS) -> frozen
 
     Args:
         gpu: PCI address, such as ``0000:3b:00.0``.
-        allowed: cores to choose from.
         sysfs: where the kernel describes the machine.
 
     Returns:

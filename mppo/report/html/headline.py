@@ -35,8 +35,6 @@ def headline(rows: Rows, warnings: Sequence[WarningSpan], failed: bool) -> dict[
     """What the page shows of a run first, as plain values.
 
     Args:
-        rows: step and metrics of each step.
-        warnings: the run's warnings.
         failed: whether the run's last start ended by an exception.
 
     Returns:

@@ -26,7 +26,6 @@ def metric_list(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _series(run: RunData) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and values of each metric of a run."""
     found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for step, row in run.rows:
         for name, value in row.items():

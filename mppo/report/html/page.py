@@ -33,7 +33,6 @@ def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str,
     """What a page shows of some runs.
 
     Args:
-        folders: the run folders.
         runs: metrics of the only folder, if they are in memory.
 
     Raises:

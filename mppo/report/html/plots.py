@@ -20,7 +20,6 @@ class PlotSpec:
     """A plot.
 
     Args:
-        title: heading.
         unit: what the vertical axis shows.
         metrics: label and metric of each line; a metric is a regular expression, and its group, if
             it has one, is the label.

@@ -30,7 +30,6 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
     each step, and the ``WORST`` ranks: those that are the most above the median, over all steps.
 
     Args:
-        rows: step and metrics of each step.
         prefix: the metric without the rank, such as ``history.MEMORY``.
     """
     ranks = {name for _, row in rows for name in row if name.startswith(prefix)}
@@ -87,9 +86,7 @@ def in_columns(
     """The first step and the largest value of each column of a heat map.
 
     Args:
-        steps: the steps.
         values: a value for each; None: there is none.
-        width: steps of a column.
     """
     columns = range(0, len(steps), width)
     parts = [[v for v in values[i : i + width] if v is not None] for i in columns]

@@ -34,8 +34,6 @@ class RunData:
     """A run folder as the page needs it.
 
     Args:
-        name: name of the run.
-        rows: step and metrics of each step.
         recipe: dotted keys and values.
         details: status, headline, warnings, events, samples, tokens and timelines, without secrets.
         code: text of each kept file of code, by its key and name.
@@ -52,7 +50,6 @@ def read_run_data(folder: Path, runs: History | None = None) -> RunData:
     """Read a run folder; what is missing or damaged is left out.
 
     Args:
-        folder: the run folder.
         runs: its metrics, if they are in memory.
 
     Raises:

@@ -64,7 +64,6 @@ class ReportServer(ThreadingHTTPServer):
     """A server on the loopback, not running yet.
 
     Args:
-        folders: the run folders.
         port: 0: any free one.
 
     Attributes:

@@ -24,11 +24,7 @@ Plain = dict[str, Any]
 
 
 def recorded_steps(folder: Path) -> dict[int, Path]:
-    """The files of the recorded updates by step, ascending.
-
-    Args:
-        folder: the run folder.
-    """
+    """The files of the recorded updates by step, ascending."""
     found = {}
     for path in (folder / TIMELINES).glob("step_*.json"):
         number = path.stem.removeprefix("step_")
@@ -43,10 +39,6 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
     Each has ``unit``, the seconds of a tick, ``actions`` (kind, role, mini-batch, micro-batch,
     chunk) and ``panels``. A row of a panel is its number and a flat list with three integers per
     event: index of its action, ticks since the end of the event before, and its own ticks.
-
-    Args:
-        folder: the run folder.
-        last: the last step of the run.
     """
     found = []
     steps = [each for each in recorded_steps(folder).items() if each[0] <= last]
@@ -65,7 +57,6 @@ def _timeline(path: Path, modified: int, size: int) -> Plain:
     """A recorded update.
 
     Args:
-        path: its file.
         modified: nanoseconds of its last change; this and the size make the cache read a new file.
         size: its bytes.
 

@@ -24,7 +24,6 @@ def token_trees(folder: Path, last: int) -> list[Plain]:
     """Sequences of some dumped steps: of the best and the worst episode, and of others between.
 
     Args:
-        folder: the run folder.
         last: the last step that counts.
 
     Returns:
@@ -89,7 +88,6 @@ def _parent(
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
     count = 0
     for one, other in zip(first, second):
         if one != other:

@@ -25,8 +25,6 @@ class RetriedTracker:
     that a server that is away does not hold up each step. Then all are tried in order.
 
     Args:
-        name: of the tracker, for lines.
-        tracker: the tracker.
         say: prints a line: at the first failure, when the tracker works again, and at the end how
             many calls failed and were given up.
     """

@@ -39,7 +39,6 @@ def open_trackers(
 
     Args:
         trainer: ``logger`` is read.
-        run: the run.
         say: prints a line about a tracker that fails.
 
     Raises:

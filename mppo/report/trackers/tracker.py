@@ -47,9 +47,6 @@ class TrackedRun:
     """A run as trackers see it, without secrets.
 
     Args:
-        folder: the run folder.
-        project: name of the project.
-        name: name of the run.
         recipe: the resolved recipe.
         done: PPO steps that are done; above 0, the run is resumed.
     """
@@ -99,7 +96,6 @@ def refused(package: str, error: Exception, offline: str | None = None) -> Confi
 
     Args:
         package: name in ``trainer.logger``.
-        error: what the tracker raised.
         offline: how to use the tracker without its server, if there is a way.
     """
     why = redact_text(" ".join(str(error).split()))

@@ -83,7 +83,6 @@ def _item(response: Response) -> dict[str, Any]:
 
 
 def _in_order(scores: Sequence[Any], given: Any, ids: Sequence[str]) -> list[Any]:
-    """The scores in the order of ``ids``."""
     if not isinstance(given, list):
         raise InputError(
             "it must repeat the request's ids in a list 'ids', in the order of its scores (or set "

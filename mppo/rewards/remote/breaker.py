@@ -25,7 +25,6 @@ class CircuitBreaker:
     Args:
         limit: failures in a row after which requests are refused; None: never.
         cool_down_s: seconds until the next probe.
-        clock: returns the time in seconds.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ def scored_tokens(
     """Tokens of prompt and response for a reward model.
 
     Args:
-        tokenizer: the reward model's.
         responses: at least one.
         templated: render the conversation with the tokenizer's chat template; otherwise the
             prompt's text, the response and the end-of-sequence token.

@@ -28,8 +28,6 @@ class RemoteReward:
     requests, and responses whose score is missing or not a number are sent again.
 
     Args:
-        server: where requests go.
-        wire: their form.
         options: batch size, concurrency, retries and circuit breaker.
     """
 
@@ -59,7 +57,6 @@ class RemoteReward:
         return self._wire.combine(results)
 
     def _score(self, items: Sequence[Any]) -> list[Any]:
-        """The results of all items, in order."""
         size, abandoned = self._options.batch_size, threading.Event()
         batches = [items[start : start + size] for start in range(0, len(items), size)]
         world = dist.get_world_size() if dist.is_initialized() else 1

@@ -106,7 +106,6 @@ class RewardServer:
             raise ServerFailure(f"the server sent no JSON {shown}") from None
 
     def _check_status(self, answer: Answer) -> None:
-        """Raise unless the status is 200."""
         status = answer.status
         if status == 200:
             return

@@ -23,7 +23,6 @@ class WireFormat(Protocol):
         """The JSON content of a request.
 
         Args:
-            items: those to score.
             ids: new identifier of each item, unique over all requests.
         """
         ...
@@ -32,7 +31,6 @@ class WireFormat(Protocol):
         """The result of each item of a request.
 
         Args:
-            answer: parsed JSON.
             items, ids: as they were given to ``body``.
 
         Returns:
@@ -62,9 +60,7 @@ def list_of(answer: Any, name: str, count: int) -> list[Any]:
     """Take a list out of an answer.
 
     Args:
-        answer: parsed JSON.
         name: key of the list.
-        count: its length.
 
     Raises:
         InputError: there is no such list, or it has another length.

@@ -19,7 +19,6 @@ class RewardModelScale:
 
     Args:
         config: the recipe's mode, and the numbers of the mode ``given``.
-        hf_config: Hugging Face config of the reward model.
     """
 
     def __init__(self, config: RewardModelNormalization, hf_config: Any) -> None:

@@ -33,9 +33,6 @@ class RewardModelScorer:
     """Scores responses in a forward pass of the reward model.
 
     Args:
-        role: the reward model.
-        texts: makes its tokens.
-        scale: normalises its scores.
         clip: normalised scores are clipped to [-clip, clip]; None: not clipped.
         placed: makes a context in which the parameters are on the device.
     """
@@ -48,9 +45,6 @@ class RewardModelScorer:
 
     def __call__(self, episodes: Sequence[Episode]) -> list[ModelScore]:
         """Score responses. Collective.
-
-        Args:
-            episodes: the responses; at least one.
 
         Raises:
             ScoringError: on every rank: the responses have no tokens of the reward model, or its

@@ -54,9 +54,6 @@ class RewardModelTexts:
 
         Collective: each rank renders and tokenises the responses that it holds.
 
-        Args:
-            episodes: the responses.
-
         Returns:
             int64 tokens of the responses held, by number, ascending; and the number of tokens of
             every response.
@@ -124,11 +121,6 @@ def reward_model_texts(
     recipe: Recipe, actors: PreTrainedTokenizerBase, hf_config: Any
 ) -> RewardModelTexts | None:
     """Read the reward model's tokenizer, and choose how its tokens are made.
-
-    Args:
-        recipe: the recipe.
-        actors: the actor's tokenizer.
-        hf_config: Hugging Face config of the reward model.
 
     Returns:
         None if the recipe has no reward model.

@@ -81,7 +81,6 @@ class WorkerPool:
         """Run the task on each item.
 
         Args:
-            items: the items.
             per_call: most items that the function gets at once.
 
         Raises:

@@ -81,8 +81,6 @@ class WorkerServer:
     """Workers for one task.
 
     Args:
-        task: the function that the workers call.
-        workers: most workers at a time.
         replies: descriptor to which the results go.
     """
 
@@ -243,7 +241,6 @@ def main(workers: int, replies: int) -> None:
     """Serve the trainer until it ends.
 
     Args:
-        workers: most workers at a time.
         replies: descriptor to which the results go.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -89,9 +89,6 @@ def load_in_worker(
     """Return the function as one of several items.
 
     Args:
-        name: of the function.
-        kwargs: its further arguments.
-        form: how it is called.
         timeout_s: seconds after which a call of a coroutine function is cancelled.
     """
     return calls_of(import_function(name), kwargs, form, timeout_s)

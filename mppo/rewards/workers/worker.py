@@ -89,7 +89,6 @@ def work(
     """Score items until ``requests`` ends; never returns.
 
     Args:
-        task: the task.
         function: the function of a confined task, which the server has loaded; else None.
         parent: pid of the process that forked this one.
         requests, records: descriptors to read from and to write to.

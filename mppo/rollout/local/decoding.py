@@ -97,13 +97,11 @@ class _Rows:
         self.position_R = self.position_R + ~self._done_R
 
     def keep(self, alive: Tensor) -> None:
-        """Drop every row not in ``alive``."""
         self._row_R, self._key_R = self._row_R[alive], self._key_R[alive]
         self.position_R, self._uniform = self.position_R[alive], self._uniform[alive]
         self._done_R = self._done_R[alive]
 
     def responses(self) -> DecodedRows:
-        """All recorded rows."""
         return DecodedRows(self.tokens.T, self.logprobs.T, self.length_R, self.stopped_R)
 
 
@@ -154,7 +152,6 @@ def decode(
         prompts: P one-dimensional tensors of token ids, shortest first, none empty.
         parent_R: index of each row's prompt; every prompt is prefilled once.
         key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
-        sampling: sampling parameters.
         limit_R: int64 ``[R]`` on the model's device, most generated tokens of each row.
         stop_tokens: int64 ``[S]`` on the model's device.
 

@@ -41,14 +41,7 @@ _LOGPROB_TOKENS = 4096
 
 @dataclass
 class LocalGeneration:
-    """See ``rollout.engine.Generation``; complete when it is made, so nothing is in flight.
-
-    Args:
-        request: the request.
-        responses: the result.
-        seconds: duration of the generation.
-        world: number of ranks.
-    """
+    """See ``rollout.engine.Generation``; complete when it is made, so nothing is in flight."""
 
     request: GenerationRequest
     responses: list[Episode]
@@ -99,7 +92,6 @@ class _Row:
 
     Args:
         index: of the prompt in the request.
-        sample: number of the sample.
         begun: the conversation that is continued; None: a new response.
     """
 
@@ -130,10 +122,8 @@ class LocalEngine:
 
     Args:
         hf_folder: model folder; only generation_config.json is read from it.
-        hf_config: the model's configuration.
         dtype: dtype to which weights are rounded.
         rank, world: this rank and the number of ranks among which prompts are divided.
-        device: of the model.
         batch_size: most rows generated at once on a rank.
 
     Attributes:

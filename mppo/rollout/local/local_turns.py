@@ -10,20 +10,16 @@ from torch import Tensor
 
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.parallel.partition import partition
 from mppo.rollout.local.decoding import decode
 from mppo.rollout.local.sampling import row_keys
-from mppo.rollout.turns import Turn, TurnRequest
+from mppo.rollout.turns import Turn, TurnRequest, deal_prompts
 
 
 class LocalTurns:
     """See ``TurnEngine``.
 
     Args:
-        model: the transformers model, with weights.
-        version: of the weights.
         stops: tokens that end a turn, int64.
-        world: number of ranks.
         batch_size: most texts of one batch.
     """
 
@@ -37,14 +33,7 @@ class LocalTurns:
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
         """See ``TurnEngine``."""
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        dealt = partition(lengths, self._world, equal_count=True)
-        return {
-            index * n + sample: rank
-            for rank, part in enumerate(dealt)
-            for index in part
-            for sample in range(n)
-        }
+        return deal_prompts(prompts, n, range(self._world))
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int

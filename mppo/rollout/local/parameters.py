@@ -73,7 +73,6 @@ class ParameterSink:
     """Copies a stream of checkpoint tensors into a model.
 
     Args:
-        model: the transformers model.
         dtype: dtype to which weights are rounded (the model's own dtype may be wider).
     """
 

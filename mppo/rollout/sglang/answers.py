@@ -28,7 +28,6 @@ def take_up(
         resumed: responses by index in the result.
         usable: indices of those to take.
         homes: the rank that continues a response, by index.
-        world: number of ranks.
     """
     found = {key: resumed[key] for key in usable}
     begun = [key for key in usable if found[key].is_unfinished]
@@ -52,9 +51,7 @@ def add_answers(
     Args:
         known: earlier responses and parts of responses, which ``mine`` continues.
         mine: responses of this rank's servers.
-        request: the request they belong to.
         routing: shape of the routed experts in each response; None: none.
-        world: number of ranks.
 
     Raises:
         RuntimeError: on every rank, if routed experts are missing.

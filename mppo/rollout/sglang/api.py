@@ -38,8 +38,6 @@ class SGLangApi:
     """Calls to one SGLang server.
 
     Args:
-        url: the server's address.
-        api_key: the server's key, or None.
         timeout_s: longest time to an answer, in generation longest time without progress; seconds.
 
     Attributes:
@@ -120,9 +118,7 @@ class SGLangApi:
         """Generate one response to each prompt.
 
         Args:
-            prompts: token ids.
             parameters: sampling parameters, for all prompts or for each.
-            routed_experts: return the routed experts of each token.
 
         Raises:
             ServerLost: no answer, one of another form, or the server failed to finish a response;
@@ -201,7 +197,6 @@ class SGLangApi:
 
         Args:
             payloads: serialized handles, one per tensor-parallel rank.
-            version: of the weights.
             loader: load format, or a custom weight loader of the server.
         """
         self._succeed(
@@ -266,9 +261,6 @@ class SGLangApi:
 
         After the answer to its last request, SGLang's scheduler still holds that batch for a
         moment. It stops with an assertion if memory is released before.
-
-        Args:
-            timeout_s: longest wait, in seconds.
 
         Raises:
             ServerLost: the server does not answer, or is not idle within that time.

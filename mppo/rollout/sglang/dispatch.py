@@ -41,7 +41,6 @@ def dispatch(
     balances the load. A server that loses a job gets no further job; the job goes to another.
 
     Args:
-        servers: by name.
         jobs: in the order in which they should start.
         call: runs one job on one server; ``ServerLost`` means that another server should run it.
         max_in_flight: most jobs running at once on a server.

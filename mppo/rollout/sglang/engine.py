@@ -47,11 +47,7 @@ class SGLangEngine:
 
     Args:
         hf_folder: model folder (servers started by mppo read only its configuration).
-        hf_config: that configuration.
         dtype: of the servers' weights.
-        rollout: the recipe's section.
-        rank, world: this rank and the number of ranks.
-        device: the device of the stream's tensors.
         run_dir: for logs, option files and weights synced by disk.
         seed: seed of the random seeds of servers that mppo starts.
         routing: shape of the routed experts that episodes carry; None: they carry none.

@@ -47,12 +47,8 @@ class Fleet:
     The first ``revive`` starts mppo's own servers, and waits until all servers answer.
 
     Args:
-        rollout: the recipe's section.
         model_folder: the folder from which mppo's own servers read the model's configuration.
-        hf_config: that configuration.
         dtype: of the servers' weights.
-        rank, world: this rank and the number of ranks.
-        device: this rank's device.
         folder: for logs and option files, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
         seed: seed of the random seeds of mppo's own servers.
@@ -98,6 +94,11 @@ class Fleet:
         self.processes: dict[int, ServerProcess] = {}
         if not rollout.urls:
             self._make_servers(model_folder, hf_config, dtype, device, folder, make_server)
+
+    @property
+    def heads(self) -> list[int]:
+        """``head_of`` every server."""
+        return [self.head_of(server) for server in range(self.count)]
 
     def head_of(self, server: int) -> int:
         """The rank that sends requests to a server."""
@@ -239,7 +240,6 @@ class Fleet:
         return [server for server in self.mine if server not in self.apis]
 
     def _start(self, server: int, process: ServerProcess) -> None:
-        """Start a server's process anew."""
         if server in self.lost:
             text = f"restarting {process.name}: {self.lost[server]}"
             print(f"mppo: {text}", flush=True)

@@ -8,7 +8,6 @@ import torch
 
 from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.partition import partition
 from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import complete_prompts, left_over
@@ -20,6 +19,7 @@ from mppo.rollout.sglang.requests import Requests
 from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_response import ServerResponse
 from mppo.rollout.sglang.straggler_abort import StragglerAbort
+from mppo.rollout.turns import deal_prompts
 
 _JOBS_PER_SERVER = 32
 
@@ -28,9 +28,6 @@ class SGLangGeneration:
     """See ``rollout.engine.Generation``. The constructor sends the requests; collective.
 
     Args:
-        request: the responses to generate.
-        stop_tokens: tokens that end a response.
-        vocab_size: of the model.
         routing: shape of the routed experts in each response; None: none.
         requests: sends jobs to the servers.
         rollout: the recipe's section; with ``max_staleness``, aborted responses are continued by a
@@ -81,7 +78,6 @@ class SGLangGeneration:
         return len(complete_prompts(self._found, self._request)) < needed
 
     def _launch(self, wanted: bool) -> None:
-        """Send requests for missing responses to this rank's servers, if they are wanted."""
         if not wanted:
             return
         request = self._request
@@ -108,23 +104,15 @@ class SGLangGeneration:
     def _my_rows(self) -> list[int]:
         """Rows (``prompt * n + sample``) of this rank's servers: those that the result may hold,
         then the others, of both the longest prompts first."""
-        n, lengths, choice = self._request.sampling.n, self._prompt_lengths(), self._request.choice
+        n, choice = self._request.sampling.n, self._request.choice
+        lengths = [len(prompt.token_ids) for prompt in self._request.prompts]
         mine = [row for row, rank in self._homes().items() if rank == self._requests.rank]
         return sorted(mine, key=lambda row: (row // n >= choice, -lengths[row // n], row))
 
     def _homes(self) -> dict[int, int]:
         """The rank whose servers generate each row; the prompts are dealt out to the servers."""
-        n, fleet = self._request.sampling.n, self._requests.fleet
-        dealt = partition(self._prompt_lengths(), fleet.count, equal_count=True)
-        return {
-            index * n + sample: fleet.head_of(server)
-            for server, part in enumerate(dealt)
-            for index in part
-            for sample in range(n)
-        }
-
-    def _prompt_lengths(self) -> list[int]:
-        return [len(prompt.token_ids) for prompt in self._request.prompts]
+        request, heads = self._request, self._requests.fleet.heads
+        return deal_prompts(request.prompts, request.sampling.n, heads)
 
     def _answer_rows(self, api: SGLangApi, job: list[int]) -> dict[int, ServerResponse]:
         """Make one server answer some rows; runs in any thread."""

@@ -23,7 +23,6 @@ class RequestRefused(RuntimeError):
     """The server rejected the request; a repetition would be rejected too.
 
     Args:
-        why: the reason.
         status: HTTP status; None if the content of a successful answer gives the reason.
     """
 
@@ -33,12 +32,7 @@ class RequestRefused(RuntimeError):
 
 
 class ServerLost(ConnectionError):
-    """No usable answer: the connection failed, the time ran out, or the server reported a failure.
-
-    Args:
-        url: of the server.
-        why: the reason.
-    """
+    """No usable answer: the connection failed, time ran out, or the server reported a failure."""
 
     def __init__(self, url: str, why: object) -> None:
         super().__init__(f"{url}: {why}")
@@ -84,8 +78,6 @@ class JsonClient:
         """POST ``body`` as JSON and return the answer.
 
         Args:
-            path: of the call.
-            body: sent as JSON.
             timeout_s: the time limit of this call; None: the client's.
             progress_at: returns the time of the server's last progress (monotonic clock), from
                 which the limit counts anew.

@@ -102,11 +102,7 @@ class InFlightRequests:
 
 @contextmanager
 def _observing(apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
-    """Observe the servers' progress: it extends the limit of their requests, and the heartbeat's.
-
-    Args:
-        apis: returns clients to the servers that are not lost.
-    """
+    """Observe the servers' progress, which extends the limits of requests and heartbeat."""
     over = threading.Event()
     limits_s = [api.client.timeout_s for api in apis().values()]
     interval_s = min([_OBSERVE_S, *(limit_s / 4 for limit_s in limits_s)])

@@ -23,8 +23,6 @@ class MemoryHandover:
     All methods are collective.
 
     Args:
-        fleet: the servers.
-        world: number of ranks.
         give_back: returns this rank's unused memory to the device.
     """
 

@@ -39,8 +39,6 @@ class Served:
     """What SGLang supports in a family's config.json.
 
     Args:
-        activations: supported activations.
-        ropes: supported kinds of rotary scaling.
         every_other_window: the window slides in layers 0, 2, 4...; False: in no layer.
         ties: supported values of ``tie_word_embeddings``.
         takes_head_dim: heads have the width ``head_dim``; False: ``hidden_size`` / heads.
@@ -141,9 +139,6 @@ them."""
 def sglang_settings(hf_config: Any) -> dict[str, Any]:
     """Overrides of config.json with which SGLang's model equals the actor's.
 
-    Args:
-        hf_config: transformers config of the model.
-
     Returns:
         Values by key of config.json; empty if SGLang needs no override.
     """
@@ -194,11 +189,6 @@ def _rope(hf_config: Any) -> dict[str, Any]:
 
 def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[ConfigIssue]:
     """Recipes whose rollout engine would compute another model than the actor, or lose weights.
-
-    Args:
-        recipe: the recipe.
-        hf_config: transformers config of the actor's model.
-        on_cpu: servers run on a CPU.
 
     Raises:
         ValueError: the actor does not support the model either.

@@ -25,10 +25,8 @@ class Requests:
     """Sends jobs, each rank to its own servers.
 
     Args:
-        fleet: the servers.
         restore: makes every server ready to generate (``SGLangEngine``), and returns the version of
             the weights; collective. Call it before ``launch`` or ``collect``.
-        rank, world: this rank and the number of ranks.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Requests:
         """Results of all jobs, by index; lost servers are restarted. Collective.
 
         Args:
-            jobs: this rank's jobs.
             call, max_in_flight: see ``dispatch``.
             stragglers: see ``InFlightRequests``.
             requests: the jobs, if they are in flight already; None: they are started now.

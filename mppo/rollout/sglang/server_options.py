@@ -81,12 +81,8 @@ def server_options(
     """SGLang's options for a server.
 
     Args:
-        model_path: Hugging Face folder.
         dtype: ``float32`` or ``bfloat16``.
-        tensor_parallel: ranks of the server.
-        on_cpu: the server runs on a CPU.
         server_args: ``rollout.server_args``; they override every default here.
-        hf_config: the folder's configuration.
         expert_parallel: groups of the server's ranks among which its experts are divided.
         with_weights: load the folder's weights and tokenizer; False: read only its configuration,
             start with dummy weights, and receive weights by sync.
@@ -182,12 +178,6 @@ def own_server(
     """A server process, not yet started.
 
     Args:
-        index: of the server in the run.
-        options: from ``server_options``.
-        environment: from ``server_environment``.
-        api_key: the key that clients must send.
-        folder: for the log.
-        start_timeout_s: longest time until the server answers, in seconds.
         broadcasts: the server receives weights by ``rollout.sync=distributed``.
         random_seed: called at each start, returns the seed of SGLang's random numbers; None: SGLang
             draws one.
@@ -225,8 +215,6 @@ def server_seed(seed: int, server: int, start: int) -> int:
     repeat its random numbers either.
 
     Args:
-        seed: of all servers of the run.
-        server: its index.
         start: how often it was started before.
     """
     digest = hashlib.sha256(f"{seed} {start}".encode()).digest()

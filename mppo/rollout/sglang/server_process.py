@@ -55,12 +55,9 @@ class ServerProcess:
     The guard kills the server's process group when this process ends for any reason.
 
     Args:
-        name: for messages.
         command: returns the command line for a port.
         environment: all environment variables of the server.
-        log: file to which the output is appended.
         is_up: returns whether the server answers at a port.
-        start_timeout_s: longest time until the server answers, in seconds.
 
     Attributes:
         port: where the server listens, once started.

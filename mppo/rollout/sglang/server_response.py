@@ -63,7 +63,6 @@ class ServerResponse:
 
         Args:
             max_tokens: the tokens that were asked for.
-            vocab_size: of the model.
         """
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"

@@ -9,21 +9,17 @@ from contextlib import suppress
 
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.parallel.partition import partition
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
-from mppo.rollout.turns import EngineLost, Turn, TurnRequest
+from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 
 class ServerTurns:
     """See ``TurnEngine``.
 
     Args:
-        fleet: the servers.
         version: of the weights that they all hold.
-        stop_tokens: tokens that end a turn.
-        vocab_size: of the model.
         calls: requests at the same time on each server.
     """
 
@@ -44,14 +40,7 @@ class ServerTurns:
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
         """See ``TurnEngine``; the samples of a prompt share a server, which has it in its cache."""
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        dealt = partition(lengths, self._fleet.count, equal_count=True)
-        return {
-            index * n + sample: self._fleet.head_of(server)
-            for server, part in enumerate(dealt)
-            for index in part
-            for sample in range(n)
-        }
+        return deal_prompts(prompts, n, self._fleet.heads)
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int

@@ -16,9 +16,6 @@ _POLL_S = 0.05
 class StragglerAbort:
     """Aborts running requests once enough prompts are answered and somebody waits for them.
 
-    Args:
-        answered: the count of prompts.
-
     Attributes:
         reached: set once running requests should be aborted.
     """

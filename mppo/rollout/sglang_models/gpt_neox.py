@@ -93,7 +93,6 @@ class GPTNeoXForCausalLM(nn.Module):
     """The actor's model in SGLang's layers; parameters have the checkpoint's names.
 
     Args:
-        config: transformers config.
         quant_config, prefix: SGLang passes them.
     """
 

@@ -32,9 +32,6 @@ class DistributedTransport:
     There is one broadcast per bucket and dtype.
 
     Args:
-        device: the device of the stream's tensors.
-        backend: torch.distributed backend of the group.
-        tensor_parallel: number of ranks of each server.
         address: address of this machine, reachable from the servers' machines.
         timeout_s: longest wait for the servers, in seconds.
     """
@@ -107,7 +104,6 @@ class DistributedTransport:
         interrupted.
 
         Args:
-            step: the blocking step of this rank.
             calls: the requests by which the servers join the step.
 
         Raises:

@@ -58,9 +58,6 @@ def _shared(tensor: Tensor) -> Tensor:
 class SharedBuffer:
     """Shared memory that holds one bucket at a time; it is reused, and grows to the largest bucket.
 
-    Args:
-        device: the device of the trainer's tensors.
-
     Attributes:
         layout: of the bucket in the buffer; empty after ``fill_bytes``.
     """

@@ -34,12 +34,7 @@ def make_transport(
     """Make the transport of whole tensors; collective.
 
     Args:
-        rollout: the recipe's section.
-        fleet: the run's servers.
-        device: the device of the stream's tensors.
         folder: for the servers' error reports, and for weights synced by disk.
-        hf_folder: model folder.
-        rank, world: this rank and the number of ranks.
     """
     tensor_parallel = fleet.tensor_parallel
     if rollout.sync == "disk":

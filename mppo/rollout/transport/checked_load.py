@@ -57,7 +57,6 @@ def bucket_table(
     """The table of a bucket, as JSON bytes: uint8 on the CPU.
 
     Args:
-        layout: of the bucket.
         checksums: one per tensor, in the layout's order; None: the server verifies nothing.
         report: file for errors.
         single_rank: the server has one rank, so its tensors are not sharded.

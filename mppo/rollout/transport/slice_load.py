@@ -69,7 +69,6 @@ def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
     """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU.
 
     Args:
-        messages: the messages in the bucket.
         report: file for errors.
     """
     rows = [

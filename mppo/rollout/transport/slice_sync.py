@@ -30,11 +30,8 @@ class SliceTransport(TensorTransport):
     """Shared memory on one machine, as ``TensorTransport``, with each rollout rank's slices only.
 
     Args:
-        device: the device of the weights.
-        tensor_parallel: ranks of each server.
         reports: for each server, the file to which it writes errors.
         report: that file of this rank's servers.
-        world: number of ranks.
     """
 
     _loader = SLICE_LOADER
@@ -107,7 +104,6 @@ def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, in
 
     Args:
         begin: its first byte in the rollout rank's buffer.
-        message: the message.
         checks: checksums of all pieces; empty: none.
     """
     pieces = [
@@ -131,12 +127,8 @@ class SliceSync:
     """Updates servers by slices, and records which version each server of this rank holds.
 
     Args:
-        rollout: the recipe's section.
         fleet: the servers, which mppo started.
         dtype: of the servers' weights.
-        device: the device of the trainer's weights.
-        folder: for the servers' error reports.
-        rank, world: this rank and the number of ranks.
 
     Attributes:
         transport: carries the slices.

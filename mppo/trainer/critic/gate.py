@@ -50,7 +50,6 @@ class ValueGate:
         """Judge the batch of a step; a batch without an explained variance does not count.
 
         Args:
-            step: number of the step.
             metrics: of the batch, from before its update.
 
         Returns:
@@ -90,14 +89,7 @@ def value_gate(recipe: Recipe) -> ValueGate | None:
 
 
 def describe_end(gate: ValueGate, recipe: Recipe, step: int, metrics: Mapping[str, float]) -> str:
-    """What a value pretraining says at its end: whether its gate holds, and what to do next.
-
-    Args:
-        gate: the gate.
-        recipe: of the run.
-        step: number of the last step.
-        metrics: of that step.
-    """
+    """What a value pretraining says at its end: whether its gate holds, and what to do next."""
     found = [f"{metrics[name]:.3f}" if name in metrics else "undefined" for name in MEASURES]
     last = f"step {step}: explained variance {found[0]} by token, {found[1]} by episode"
     key = "trainer.value_gate.explained_var"

@@ -50,9 +50,6 @@ class DynamicSampling:
     One batch is enough unless ``algorithm.filter_groups`` is enabled (DAPO, arXiv 2503.14476). Then
     batches are collected until as many groups as a batch has prompts have scores that differ, up to
     ``max_num_gen_batches``.
-
-    Args:
-        recipe: the recipe.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -113,7 +110,6 @@ class DynamicSampling:
 
 
 def _joined(parts: Sequence[Rollout]) -> Rollout:
-    """Concatenate batches."""
     return Rollout(
         [episode for part in parts for episode in part.episodes],
         concatenate_batches([part.batch for part in parts]),
@@ -126,8 +122,6 @@ def roll_out(run: Run, step: int, last: bool) -> Rollout:
     """Generate and score responses to the next batch of prompts. Collective.
 
     Args:
-        run: the run.
-        step: the PPO step.
         last: whether this is the step's last batch; training then begins.
     """
     with run.stage("gen", step):

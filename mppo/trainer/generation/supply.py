@@ -26,21 +26,13 @@ def submit(run: Run, step: int, updates: int) -> PendingRollout:
     does not count them, and holds the responses that have arrived.
 
     Args:
-        run: the run.
         step: the step that trains on the first batch.
         updates: of the weights until that step trains.
     """
     rollout, size = run.recipe.rollout, run.prompts.batch_size
-    choice = size + math.ceil(rollout.over_sampling * size)
-    count, among = choice, None
-    if rollout.generates_ahead:
-        batches = 1 + rollout.max_staleness - updates
-        among = choice
-        count = max(choice, min(batches, 1 + run.total_steps - step) * size)
+    choice, count = _counts(run, step, updates)
     prompts = run.prompts.peek(count)
-    needed = size if count > size or rollout.max_staleness else None
     keys = [key_of(run, prompt, sample) for prompt in prompts for sample in range(rollout.n)]
-    oldest = step - 1 - rollout.max_staleness
 
     def take(places: Sequence[int], episodes: Sequence[Episode]) -> None:
         run.early.take([keys[place] for place in places], episodes)
@@ -51,16 +43,26 @@ def submit(run: Run, step: int, updates: int) -> PendingRollout:
         run.recipe.data.max_response_length,
         sampling_seed(run.recipe.trainer.seed, step),
         take,
-        num_prompts_needed=needed,
-        among=among,
+        num_prompts_needed=size if count > size or rollout.max_staleness else None,
+        among=choice if rollout.generates_ahead else None,
         resumable=run.checkpoints.partial,
-        oldest_version=oldest,
+        oldest_version=step - 1 - rollout.max_staleness,
     )
     if not (rollout.runs_programs and rollout.max_staleness):
         ended = {place for place, each in request.resumed().items() if not each.is_unfinished}
         run.early.forget([key for place, key in enumerate(keys) if place not in ended])
     # else the episodes go on, or wait with their scores; one that starts again is scored again
     return PendingRollout(prompts, run.engine.submit(request))
+
+
+def _counts(run: Run, step: int, updates: int) -> tuple[int, int]:
+    """Prompts among which the batch of a step is chosen, and prompts that are being answered."""
+    rollout, size = run.recipe.rollout, run.prompts.batch_size
+    choice = size + math.ceil(rollout.over_sampling * size)
+    if not rollout.generates_ahead:
+        return choice, choice
+    batches = min(1 + rollout.max_staleness - updates, 1 + run.total_steps - step)
+    return choice, max(choice, batches * size)
 
 
 def key_of(run: Run, prompt: Prompt, sample: int) -> int:

@@ -45,9 +45,7 @@ def checked_recipe(
     """Load and check a recipe; the first rank prints remarks about it.
 
     Args:
-        given: where the recipe comes from.
         overrides: keys that replace the recipe's, as ``section.key=value``.
-        info: this process's place.
         world: number of ranks; None: as the recipe says.
         planned: reads the models' configs for a plan, whose models, data, packages and device need
             not be on this machine; None: for a run here.
@@ -89,9 +87,7 @@ def recipe_to_train(
     """Load and check a recipe for a run here, and this machine: device and packages.
 
     Args:
-        given: where the recipe comes from.
         overrides: keys that replace the recipe's, as ``section.key=value``.
-        info: this process's place.
         guard: of this process; it learns the recipe's time limit.
         parts: what a program adds to the recipe.
 
@@ -142,7 +138,6 @@ def planned_run(
         given: where the recipe comes from; models that are not here have their config in
             ``configs`` beside its file.
         overrides: keys that replace the recipe's, as ``section.key=value``.
-        info: this process's place.
         world: number of ranks; None: those of the launcher, or as the recipe says.
         gpu: name of the GPU, or its memory in GiB; None: the recipe's, or the default.
 

@@ -20,9 +20,6 @@ def row_issues(recipe: Recipe) -> list[ConfigIssue]:
 
     Where there are any, all rows are read, so that all faults are told at once. Files that are not
     on this machine, or need a package that is not, are left to the run.
-
-    Args:
-        recipe: the recipe.
     """
     issues: list[ConfigIssue] = []
     for key, source in recipe.data.prompt_sources.items():

@@ -56,8 +56,6 @@ def train_and_export(
 
     Args:
         recipe: a recipe that has been checked for a run here.
-        info: this process's place.
-        guard: of this process.
         parts: what the program that started the run adds.
     """
     device.prepare_megatron()  # before modules import Megatron

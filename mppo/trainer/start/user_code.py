@@ -17,7 +17,6 @@ def input_issues(
     first row of the data files that are here.
 
     Args:
-        recipe: the recipe.
         remarks: receives a line for code that needs a package that is not installed here; None:
             that is an issue.
         parts: what a program gives instead of a name.

@@ -91,7 +91,6 @@ class UserParts:
     Args:
         reward: the function that ``reward.function`` names; None: it is imported.
         agent: the one that ``rollout.agent.path`` names; None: it is imported.
-        callbacks: called during the run.
     """
 
     reward: Callable[..., Any] | None = None

@@ -118,11 +118,6 @@ def has_case(folder: Path) -> bool:
 def replay_case(folder: Path, info: LaunchInfo, guard: RankGuard) -> int:
     """Replay a case and print the findings of every rank. Collective.
 
-    Args:
-        folder: a folder with a case.
-        info: this process's place.
-        guard: of this process.
-
     Returns:
         The exit code: 0, or 2 for a case that cannot be read, or has pickles that would run code.
     """

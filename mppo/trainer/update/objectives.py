@@ -84,7 +84,6 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     above 0.
 
     Args:
-        actor: loss mode and coefficients.
         correction: weights of the loss ``reinforce``.
     """
 
@@ -216,11 +215,7 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class ValueObjective(_MiniBatchObjective[ValueTargets]):
-    """The critic's loss on a micro-batch of a mini-batch: ``value_loss_coef sum_t w_t vf_t``.
-
-    Args:
-        critic: loss, clip range and coefficient.
-    """
+    """The critic's loss on a micro-batch of a mini-batch: ``value_loss_coef sum_t w_t vf_t``."""
 
     critic: CriticConfig
 

@@ -38,9 +38,7 @@ class NonFiniteStep(RuntimeError):
     """A role's loss or gradient is inf or nan and the run stops; no role took the step.
 
     Args:
-        when: description of the step, for the message.
         results: loss and gradient norm of every role that takes this step, by name.
-        fix: advice to the user, for the message.
         mini_batch: indices of the sequences from which the gradient was computed.
     """
 
@@ -63,9 +61,7 @@ class UpdatePhase:
     """The update of critic and actor: all epochs and mini-batches of one iteration.
 
     Args:
-        roles: the models.
         experience: the batch with advantages, returns and old log-probabilities.
-        step: number of the PPO step.
         actor_frozen: the actor is not trained (``trainer.critic_warmup``).
         critic_frozen: the critic is not trained (a batch that value pretraining holds out).
 
@@ -170,7 +166,6 @@ class UpdatePhase:
             self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
 
     def _streamed(self) -> StreamedUpdate:
-        """Prepare the update of all roles by one schedule."""
         began, batch = time.monotonic(), self.experience.old.batch
 
         def is_late(done: int, of: int) -> bool:

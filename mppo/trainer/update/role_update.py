@@ -26,7 +26,6 @@ class PlannedMiniBatch:
 
     Args:
         sequences: indices of its sequences in the batch.
-        plan: the micro-batches for every data-parallel rank.
         documents: documents of the pretraining mix whose loss is added; None: no documents.
     """
 
@@ -45,20 +44,14 @@ class RoleUpdate:
     """The update of one role in one iteration.
 
     Args:
-        role: the role to train.
         mini_batches: sequence indices of each mini-batch (optimizer step).
         objective_of: makes the objective of a mini-batch from its sequence indices and its plan;
             collective.
-        model_flops: floating-point operations of the role's passes.
-        inputs: inputs of the passes besides the tokens.
         text: pretraining mix whose loss is added to every mini-batch's; None: no mix.
         peak_tflops: peak TFLOP/s of one rank's device; None if unknown.
-        learning_rate: learning rate of this update.
         seconds: time spent in this update so far.
         flops: floating-point operations of the mini-batches so far, over all ranks.
         tokens: tokens of the mini-batches so far, over all data-parallel ranks.
-        stats: summed statistics of each mini-batch.
-        norms: gradient norm of each mini-batch.
     """
 
     role: Role

@@ -22,7 +22,6 @@ class SlotBalance:
 
     Args:
         given: budget of actor and critic; None: ``auto``.
-        costs: estimated costs of a token of each role.
         roles: the roles, whose ``token_budget`` this object sets.
 
     Attributes:

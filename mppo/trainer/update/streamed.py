@@ -36,8 +36,6 @@ class StreamedUpdate:
     """All mini-batches of several roles in one schedule: the arguments of the executor.
 
     Args:
-        kind: kind of the schedule.
-        updates: the updates of the trained roles.
         batch: the batch, shared out. The constructor is collective.
         align: all roles skip a step together if a loss or gradient of one of them is not finite.
         on_steps: called with the results of each optimizer step; with ``align``, once per round.
@@ -152,8 +150,6 @@ def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence
 
     Args:
         folder: folder of the file; created if it does not exist.
-        step: number of the PPO step.
-        schedule: the schedule of the update.
         events: the recorded actions of this rank.
     """
     rows = all_gather_objects(list(events))

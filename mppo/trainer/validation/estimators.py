@@ -44,7 +44,6 @@ def majority_at_k(answers: Sequence[str], right: Sequence[bool], k: int) -> floa
 
     Args:
         answers: of the samples of a prompt, in the order of sampling; empty: no answer.
-        right: whether each sample is right.
         k: samples of a vote, at most ``len(answers)``.
     """
     blocks = [range(first, first + k) for first in range(0, len(answers) - k + 1, k)]

@@ -41,10 +41,10 @@ from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
 from mppo.supervision.first_rank import on_first_rank
-from mppo.supervision.heartbeat import AlreadyReported, CleanupDeadline, Heartbeat
+from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
-from mppo.trainer.failures import report_failure
+from mppo.trainer.failures import exit_code, report_failure
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.opponent import Opponent, read_opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
@@ -59,10 +59,6 @@ class Evaluation:
 
     Args:
         recipe: the recipe; ``model.path`` is the evaluated model.
-        folder: the model's folder.
-        config: the model's Hugging Face configuration.
-        tokenizer: the model's.
-        prompts: the validation prompts.
         scorer: the scorer of ``reward.*``, without the reward model.
         agent: answers the policy's turns; None: a response is one turn.
 
@@ -86,11 +82,6 @@ class Evaluation:
 def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankGuard) -> int:
     """Evaluate as ``mppo-evaluate`` does. Collective.
 
-    Args:
-        arguments: of the program.
-        info: this process's place.
-        guard: of this process.
-
     Returns:
         The exit code: 0, 2 for an invalid recipe or input, 1 for another failure.
     """
@@ -110,13 +101,8 @@ def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankG
         return exit_report.refuse_recipe(error, info.rank)
     try:
         _run(evaluation, info, guard, arguments, opponent)
-    except ConfigError as error:
-        return exit_report.refuse_recipe(error, info.rank)
-    except AlreadyReported as reported:
-        cause = reported.__cause__
-        return 2 if isinstance(cause, InputError) else 1
-    except KeyboardInterrupt:
-        return 130
+    except BaseException as error:
+        return exit_code(error, info, recipe)
     return 0
 
 
@@ -189,7 +175,6 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
     """Read everything except weights.
 
     Args:
-        recipe: the recipe.
         info: rank of this process; the first rank prints the prompts of each data source.
 
     Raises:
@@ -283,7 +268,6 @@ def evaluate(
     """Generate and score responses. Collective.
 
     Args:
-        evaluation: what is evaluated.
         info: rank of this process; the first rank prints the progress.
         with_samples: whether the lines of ``sample_lines`` are made.
 
@@ -319,13 +303,7 @@ def evaluate(
 def _with_reward_model(
     scorer: Scorer, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Scorer:
-    """The scorer with the recipe's reward model, which is built here. Collective.
-
-    Args:
-        scorer: the scorer of ``reward.*``.
-        recipe: a recipe with a reward model.
-        tokenizer: the evaluated model's.
-    """
+    """The scorer with the recipe's reward model, which is built here. Collective."""
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
     from mppo.rewards.reward_model.scale import RewardModelScale

@@ -38,6 +38,7 @@ is better, or [[C]] if they are equally good.
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _PLACES = re.compile(r"\{(prompt|first|second)\}")
 _ATTEMPTS = 3
+_REQUESTS_AT_A_TIME = 8
 _MAX_TOKENS = 512
 _SHOWN = 200
 
@@ -101,37 +102,32 @@ class Judgements:
         )
 
 
-def wilson_interval(rate: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Interval of a proportion (Wilson 1927).
+def wilson_interval(rate: float, count: int) -> tuple[float, float]:
+    """95% interval of a proportion (Wilson 1927).
 
-    ``(p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)``
+    ``(p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)`` with z = 1.959964.
 
     Args:
         rate: p, the observed proportion.
         count: n, the observations.
-        z: quantile of the normal distribution; the default gives 95%.
 
     Returns:
         Low and high; NaN for no observations.
     """
     if not count:
         return math.nan, math.nan
+    z = 1.959964
     square = z * z / count
     centre = rate + square / 2
     spread = z * math.sqrt(rate * (1 - rate) / count + square / (4 * count))
     return (centre - spread) / (1 + square), (centre + spread) / (1 + square)
 
 
-def judge_pairs(
-    pairs: Sequence[Pair], server: RewardServer, model: str, concurrency: int = 8
-) -> Judgements:
+def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judgements:
     """Ask the judge about every pair, in both orders.
 
     Args:
-        pairs: the answers.
         server: the judge's endpoint, ``.../v1/chat/completions``.
-        model: the judge's name there.
-        concurrency: requests at a time.
     """
 
     def both_orders(pair: Pair) -> Verdict | str:
@@ -142,7 +138,7 @@ def judge_pairs(
             return f"failed: {failure}"
         return combined(ours_first, theirs_first)
 
-    with ThreadPoolExecutor(concurrency) as pool:
+    with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as pool:
         found: Counter[str] = Counter()
         for verdict in pool.map(both_orders, pairs):
             found[verdict] += 1

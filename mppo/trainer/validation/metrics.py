@@ -100,12 +100,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metrics_table(metrics: dict[str, float], sources: Sequence[str]) -> list[str]:
-    """The metrics by data source as lines of text: a row per source, a column per metric.
-
-    Args:
-        metrics: of ``validation_metrics``.
-        sources: names of the data sources.
-    """
+    """The metrics by data source as lines of text: a row per source, a column per metric."""
     by_source = {source: dict(_of_source(metrics, source)) for source in sources}
     names = sorted({name for found in by_source.values() for name in found}, key=_column)
     cells = [["data source", *names]]

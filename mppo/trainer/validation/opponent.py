@@ -29,7 +29,6 @@ class Opponent:
     """A judge, and the answers that the evaluated model's are compared with.
 
     Args:
-        server: the judge's endpoint.
         model: the judge's name there.
         rows: the other model's samples by place; None: the prompts' ground truths.
     """
@@ -40,10 +39,6 @@ class Opponent:
 
     def check(self, prompts: Sequence[Prompt], samples: int) -> None:
         """Check that every response has something to be compared with.
-
-        Args:
-            prompts: the validation prompts.
-            samples: responses to each of them.
 
         Raises:
             ConfigError: a prompt has no reference, or the other model did not answer it.
@@ -63,9 +58,6 @@ class Opponent:
 
     def judge(self, lines: Sequence[str]) -> Judgements:
         """Compare responses.
-
-        Args:
-            lines: of ``sample_lines``.
 
         Raises:
             ConfigError: the judge did not judge a single pair.

@@ -21,7 +21,6 @@ def is_sample_step(step: int, total: int, tables: int | None) -> bool:
 
     Args:
         step: from 1 to ``total``.
-        total: steps of the run.
         tables: tables of the run, the first one in step 1, with TRL's distance between them. None:
             in the first, the middle and the last step.
     """
@@ -56,10 +55,6 @@ def show_samples(run: Run, step: int, episodes: Sequence[Episode]) -> None:
 
 def chosen_samples(scores: Sequence[float], rows: int) -> dict[int, str]:
     """The responses of a table: the best, the worst, then the first ones.
-
-    Args:
-        scores: of the step's responses.
-        rows: responses of the table.
 
     Returns:
         "best", "worst" or "" by the index of the response. Of equal scores, the first response is

@@ -30,7 +30,6 @@ def generate_validation(
     Args:
         engine: holds the weights to validate.
         recipe: sampling, lengths, ``data.val_batch_size`` and the seed.
-        prompts: the prompts.
         show: called with the number of prompts that have been answered.
     """
     size = recipe.data.val_batch_size or max(len(prompts), 1)
@@ -49,10 +48,6 @@ def sample_lines(
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
     """One JSON object for each response, with prompt, answer and score. Collective.
-
-    Args:
-        episodes: the responses, scored.
-        tokenizer: decodes them.
 
     Returns:
         The lines on the first rank; none elsewhere.

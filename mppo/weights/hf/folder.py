@@ -24,9 +24,6 @@ class HFFolder:
     8-bit float weights that have a tensor ``<name>_scale_inv`` are dequantised when they are read;
     ``tensors`` does not list the scales.
 
-    Args:
-        path: the folder.
-
     Attributes:
         tensors: every tensor by name, without the scales.
         bytes_read: stored data bytes read from the files so far, without headers.
@@ -134,9 +131,6 @@ class HFFolder:
         Args:
             target: tensor of any device, dtype and strides; its size along ``dim`` is the length
                 of the slice.
-            name: the tensor in the folder.
-            dim: the dimension of the slice.
-            start: first index of the slice.
 
         Raises:
             InputError: no such tensor, a shape that does not fit, or 8-bit floats without scales.

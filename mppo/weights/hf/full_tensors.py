@@ -25,7 +25,6 @@ def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor
 
     Args:
         path: a Hugging Face folder, or a Megatron checkpoint.
-        hf_config: the model's transformers config.
 
     Yields:
         Hugging Face name and tensor, in the stored dtype (8-bit floats as float32).

@@ -104,8 +104,6 @@ def plan_files(
     """Assign tensors to safetensors files, in order.
 
     Args:
-        folder: the folder of the files.
-        tensors: dtype and shape by name.
         max_shard_bytes: most bytes of a file, unless a single tensor is larger.
     """
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
@@ -176,8 +174,6 @@ def copy_companions(
     """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
 
     Args:
-        source: the folder.
-        folder: the folder to copy to.
         dtype: written to ``config.json`` as the weights' dtype; quantisation settings are then
             removed. None copies ``config.json`` unchanged.
         value_bins: outputs of the value head, written beside the dtype if there are several.

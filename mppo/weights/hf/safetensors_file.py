@@ -141,7 +141,6 @@ def make_header(
 
     Args:
         tensors: dtype and shape by name, in the order of the data.
-        file: the file's path.
 
     Returns:
         The bytes before the data (their number is a multiple of 8), and the places by name.

@@ -51,8 +51,6 @@ class CopyTask:
     """One tensor to write.
 
     Args:
-        name: name of the tensor for messages and checksums.
-        target: place of the tensor.
         stretches: rectangles that cover it exactly once.
         head: bytes written just before the data.
         tail: bytes written just after it.
@@ -122,7 +120,6 @@ class Copier:
         """Yield the target's bytes, window by window, without writing them to the target.
 
         Args:
-            task: the task.
             fill: byte with which each window is filled first, to make holes visible; None: none.
 
         Yields:
@@ -174,7 +171,6 @@ class Copier:
         out[:, stretch.target_column : stretch.target_column + width].copy_(values)
 
     def _rows(self, source: StoredTensor, first: int, count: int, scales: Scales | None) -> Tensor:
-        """Read rows of a source as a tensor, dequantised."""
         nbytes = count * _row_bytes(source)
         if nbytes > len(self._temporary):
             self._temporary = np.empty(nbytes, dtype=np.uint8)

@@ -118,7 +118,6 @@ def plan_slices(
 
     Args:
         reshards: the moves of each entry, in the table's order.
-        shape: the model's sizes.
         request: hosts, bucket size and expert parallelism.
         dtype_of: dtype in which an entry is sent.
     """

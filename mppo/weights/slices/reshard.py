@@ -42,8 +42,6 @@ class Reshard:
     """The moves of one entry.
 
     Args:
-        entry: the parameter.
-        moves: the moves that fill the engines' shards.
         crossing: elements that move between different ranks.
         total: elements in the engines' shards, without padding.
         gathered: elements that would move if every training rank gathered the full entry.
@@ -61,8 +59,6 @@ class ReshardPlanner:
     """Plans the moves of entries between one training layout and one set of engines.
 
     Args:
-        shape: the model's sizes.
-        layout: the training layout.
         owner: pipeline stage of each layer index, and of each row name outside layers.
         engines: for each engine, the training rank that hosts each of its tensor-parallel ranks.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
@@ -104,13 +100,11 @@ class ReshardPlanner:
         return Reshard(entry, tuple(moves), crossing * per_row, total * per_row, gathered * per_row)
 
     def _shards(self, row: Row) -> int:
-        """Number of different shards of a row in the training layout."""
         if row.dim is None or row.name in self.uncut_rows:
             return 1
         return self.layout.etp if row.group == "etp" else self.layout.tp
 
     def _holders(self, entry: Entry, shards: int) -> dict[int, list[int]]:
-        """Training ranks that hold each shard of an entry."""
         key = entry.row.name if entry.layer is None else entry.layer
         holders: dict[int, list[int]] = {}
         for rank in range(self.layout.world):
@@ -194,7 +188,6 @@ def _moves(
     host: int,
     slot: int,
 ) -> Iterator[Move]:
-    """The moves that fill one rollout rank's shard."""
     offset = 0
     for block in needed:
         if block.source != ZERO:  # the engine fills its padding itself

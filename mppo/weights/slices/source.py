@@ -40,7 +40,6 @@ class Message:
     """The part of a bucket that one training rank sends to one rollout rank.
 
     Args:
-        pieces: the slices it is about.
         blocks: number of blocks in ``content``, or ``ALL_BLOCKS``.
         content: uint8, see ``mppo.weights.slices.messages.block_message``.
     """
@@ -94,9 +93,6 @@ class SliceStream:
 
     Args:
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config.
-        layout: the role's layout.
-        request: the slices to send.
 
     Attributes:
         plan: the buckets, equal on every rank.
@@ -156,7 +152,6 @@ class SliceStream:
         """Send the current weights; collective.
 
         Args:
-            version: of these weights.
             since: version that every rollout rank holds; None: they hold none, or different ones.
 
         Yields:

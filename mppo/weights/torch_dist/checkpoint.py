@@ -1,4 +1,4 @@
-"""Saving and loading of model stages as Megatron ``torch_dist`` checkpoints, in any layout.
+"""Loading of model stages from Megatron ``torch_dist`` checkpoints, in any layout.
 
 Megatron's distributed checkpointing maps parameters to chunks of global tensors, so a checkpoint of
 one layout loads in any other. The layout's groups must be active.
@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from mppo.safety.input_error import InputError
-from mppo.weights.hf.output_folder import check_free, partial_path, publish
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
@@ -25,34 +22,6 @@ from mppo.weights.torch_dist.reader import model_prefix
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
 VALUE_HEAD = "value_head.weight"
-
-
-def save_megatron(folder: str | Path, chunks: Sequence[Any]) -> Path:
-    """Save a role's parameters; collective over all ranks.
-
-    Args:
-        folder: the output, on a file system that all ranks share; must not exist.
-        chunks: this rank's ``GPTModel`` chunks.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: the folder exists.
-    """
-    folder = Path(folder).absolute()
-    check_free(folder)
-    building = partial_path(folder)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        building.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded(chunks), str(building))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        publish(folder)
-    dist.barrier()
-    return folder
 
 
 def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[str, ...]:
@@ -105,8 +74,6 @@ def load_weights(
     Args:
         path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.
         chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config.
-        groups: the role's layout and its process groups.
 
     Returns:
         Parameters left as initialised: a value head that ``path`` does not have.

@@ -47,8 +47,6 @@ class Plan:
     Args:
         tasks: this share's tasks, by number in the full plan.
         files: every file with the bytes at its start and its full size.
-        total_bytes: data bytes of the full plan.
-        count: number of tasks of the full plan.
         extras: tensors of the source that are not converted.
     """
 
@@ -79,17 +77,10 @@ def plan_megatron(
     """Plan a ``torch_dist`` checkpoint from a Hugging Face folder.
 
     Args:
-        source: the folder.
-        shape: its model's sizes.
-        folder: the checkpoint folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored, 8-bit floats
             as bfloat16.
         keep_extra: also copy multi-token-prediction layers, to a file of their own.
-        share: the tasks to compute.
         max_file_bytes: most bytes of a file; None: see ``file_bytes``.
-
-    Returns:
-        The plan and the checkpoint's index.
 
     Raises:
         InputError: folder and config do not belong together.
@@ -151,15 +142,8 @@ def plan_hf(
 
     Args:
         checkpoint: its tensor keys, from ``read_checkpoint``.
-        shape: the model's sizes.
-        folder: the folder to write into.
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored.
         extra_file: safetensors file of tensors to add unchanged.
-        share: the tasks to compute.
-        max_shard_bytes: most bytes of one safetensors file.
-
-    Returns:
-        The plan and the place of every tensor.
 
     Raises:
         InputError: the checkpoint lacks a parameter, or has it in another shape.

@@ -20,8 +20,6 @@ def needed_shape(
     """Return the part of a stored tensor that a model needs, from the first number on.
 
     Args:
-        stored: the stored shape.
-        shape: the model's shape.
         vocab: rows of the vocabulary without padding, for embeddings and output layers; they may be
             stored with another padding. None: other tensors.
 
@@ -42,8 +40,6 @@ def check_complete(name: str, tensor: GlobalTensor, needed: tuple[int, ...]) -> 
     signs, are those of the part. So the cost is linear in the number of chunks.
 
     Args:
-        name: the tensor, for the message.
-        tensor: the tensor.
         needed: shape of the part, from the first number on.
 
     Raises:

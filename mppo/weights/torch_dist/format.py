@@ -186,7 +186,6 @@ def write_metadata(
         folder: the checkpoint folder; files of chunks are relative to it.
         tensors: every tensor key with its chunks.
         objects: byte objects: file, offset and length by key.
-        common: the common state.
     """
     state, storage = {}, {}
     for key, tensor in tensors.items():
@@ -227,7 +226,6 @@ class ChunkFiles:
     """Assigns places in ``.distcp`` files; the first file begins with an empty object.
 
     Args:
-        folder: the checkpoint folder.
         max_file_bytes: most bytes of a file, unless a single chunk is larger.
     """
 

@@ -39,8 +39,6 @@ def place(entry: Entry, table: Table, homogeneous: bool, prefix: str = "") -> Pl
     """Return the keys and leading indices of an entry.
 
     Args:
-        entry: the parameter.
-        table: the model's table.
         homogeneous: whether layers share keys.
         prefix: prefix of every key.
     """

@@ -58,7 +58,6 @@ class Record:
 
     Args:
         name: the class or function, without its module.
-        arguments: arguments of the call.
     """
 
     __slots__ = ("arguments", "name", "state")

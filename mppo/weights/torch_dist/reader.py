@@ -48,10 +48,6 @@ def value_bins(checkpoint: Mapping[str, GlobalTensor]) -> int:
 class CheckpointReader:
     """Finds the entries of a parameter table in a ``torch_dist`` checkpoint.
 
-    Args:
-        checkpoint: its tensor keys.
-        table: the model's table.
-
     Raises:
         InputError: the checkpoint holds no model, or several.
     """

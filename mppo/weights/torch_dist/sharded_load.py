@@ -41,7 +41,6 @@ def load_sharded(
     """Fill the tensors of a sharded state; collective.
 
     Args:
-        folder: the checkpoint.
         checkpoint: its tensors, from ``read_checkpoint``.
         state: Megatron sharded state. Its objects are left out: they are pickles, and no module
             here reads them.
