@@ -28,7 +28,6 @@ ALIKE = {
     "first:qwen2_7b_gsm8k_math",
     "first:qwen2_7b_rm",
     "first:qwen2_7b_rm_seq_balance",
-    "first:qwen3_30b_a3b_sao",
     "last:qwen1.5_moe_a2.7b_gsm8k",
     "last:qwen3_8b_gsm8k_math",
 }

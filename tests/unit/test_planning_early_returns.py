@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 from test_config_checks import recipe
-from test_planning_residency import ALL, KL, ONE_BY_ONE, ROOT, fit_of, places, plans_of
+from test_planning_residency import (
+    ALL,
+    APART,
+    KL,
+    LARGE,
+    ONE_BY_ONE,
+    ROOT,
+    fit_of,
+    places,
+    plans_of,
+)
 
 from mppo.planning.fit import SPARE
 from mppo.planning.residency import residency, with_early_returns
@@ -48,9 +58,9 @@ def test_weights_come_back_before_the_optimizers_state_and_only_where_there_is_r
 @pytest.mark.parametrize(("gib", "all_come"), [(79.2, True), (45, False)])
 def test_parts_come_back_early_wherever_the_gpu_has_room(gib, all_come):
     every = "{parameters: true, gradients: true, optimizer: true}"
-    name = "qwen2.5_32b_gsm8k_math"
     both = [f"{role}.megatron.offload={every}" for role in ("actor", "critic")]
-    fit, (chosen, _) = fit_of(gib, name, *both), plans_of(ROOT / "recipes" / f"{name}.yaml")
+    fit = fit_of(gib, LARGE, *APART, *both)
+    chosen, _ = plans_of(ROOT / "recipes" / f"{LARGE}.yaml", *APART)
     possible = with_early_returns(residency(chosen, fit.offload), lambda table, phase: True)
 
     def has_room(table, phase: str) -> bool:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_planning_residency import ROOT, fit_of, plans_of
+from test_planning_residency import APART, LARGE, ROOT, fit_of, plans_of
 
 from mppo.config.gpu_types import GpuType
 from mppo.planning.peaks import RankPart, rank_use
 from mppo.planning.residency import GENERATION
 from mppo.planning.verdict import beside_trainer, judge
 
-NAME = "qwen2.5_32b_gsm8k_math"
-"""Actor TP8 x PP2, critic TP8."""
 REWARDED = "reward_model.path=builtin:tiny-reward"
 
 
 def test_roles_of_other_pipelines_share_the_buffers_of_transformer_engine():
     """Its tensors belong to shapes of weights, not to layouts; here in bytes by hand."""
-    chosen, plans = plans_of(ROOT / "recipes" / f"{NAME}.yaml")
+    chosen, plans = plans_of(ROOT / "recipes" / f"{LARGE}.yaml", *APART)
     kinds = [replace(plan.passes[0].kind, transformer_engine=True) for plan in plans]
     parts = [
         RankPart(plan.memory[0], replace(plan.passes[0], kind=kind))
@@ -33,7 +31,7 @@ def test_roles_of_other_pipelines_share_the_buffers_of_transformer_engine():
 
 
 def test_a_buffer_of_megatron_belongs_to_a_layout():
-    chosen, plans = plans_of(ROOT / "recipes" / f"{NAME}.yaml")
+    chosen, plans = plans_of(ROOT / "recipes" / f"{LARGE}.yaml", *APART)
     parts = [RankPart(plan.memory[0], plan.passes[0]) for plan in plans]
     each = [rank_use(chosen, [part], 0, rank=0).buffers for part in parts]
     assert rank_use(chosen, parts, 0, rank=0).buffers == sum(each) > max(each)
@@ -43,7 +41,7 @@ def test_a_buffer_of_megatron_belongs_to_a_layout():
                                    "computing scores with reward_model"])  # fmt: skip
 def test_the_reward_model_scores_beside_an_engine_that_is_awake(phase):
     """In validation it scores between generations, in the plan's phase and in the simulated one."""
-    engine = fit_of("h100-80gb", NAME).engine
+    engine = fit_of("h100-80gb", LARGE, *APART).engine
     awake = beside_trainer(phase, {"NCCL": 7}, engine)
     assert awake == beside_trainer(GENERATION, {"NCCL": 7}, engine)
     assert awake == {"NCCL": 7, **engine.generating}
@@ -51,12 +49,12 @@ def test_the_reward_model_scores_beside_an_engine_that_is_awake(phase):
 
 
 def test_a_reward_model_that_does_not_fit_beside_the_kv_cache_is_told():
-    fit = fit_of("h200-141gb", NAME, REWARDED)
+    fit = fit_of("h200-141gb", LARGE, *APART, REWARDED)
     moments = {moment.phase: moment for moment in fit.verdict.moments}
     scoring = moments.pop("forward passes of reward_model")
     assert any(name.startswith("KV cache") for name in scoring.beside)
     assert scoring.total > max(moment.total for moment in moments.values())
-    chosen, _ = plans_of(ROOT / "recipes" / f"{NAME}.yaml", REWARDED)
+    chosen, _ = plans_of(ROOT / "recipes" / f"{LARGE}.yaml", *APART, REWARDED)
     for nbytes, fits in ((scoring.total, True), (scoring.total - 1, False)):
         gpu = GpuType("GPU", nbytes)
         verdict = judge([scoring, *moments.values()], chosen, gpu, fit.engine)

@@ -38,6 +38,19 @@ ONE_BY_ONE, TOGETHER = "trainer.schedule=sequential", f"actor.megatron.{PP} crit
 FEW = "rollout.batch_size=32"
 """A server that generates no more sequences at a time than its KV cache must have room for."""
 ALL = dict.fromkeys(("actor", "critic", "ref", "reward_model"), EVERYTHING)
+APART = tuple(
+    f"{role}.{key}"
+    for role, pp in (("actor", 2), ("critic", 1))
+    for key in (
+        "megatron.tensor_model_parallel_size=8",
+        f"megatron.pipeline_model_parallel_size={pp}",
+        "megatron.recompute_granularity=full",
+        "ppo_micro_batch_size_per_gpu=8",
+    )
+)
+"""Actor TP8 x PP2, critic TP8: each is updated in a phase of its own."""
+LARGE = "qwen2.5_32b_gsm8k_math"
+"""The recipe that is tested with these layouts."""
 
 
 def plans_of(path: Path, *overrides: str):
@@ -137,7 +150,7 @@ def test_a_part_that_is_not_offloaded_never_moves(chosen):
 def test_the_gib_of_the_32b_recipe_by_phase():
     """Qwen2.5-32B on the critic's only and the actor's last stage, in bytes by hand."""
     every = "{parameters: true, gradients: true, optimizer: true}"
-    fit = fit_of("h100-80gb", "qwen2.5_32b_gsm8k_math", f"actor.megatron.offload={every}",
+    fit = fit_of("h100-80gb", LARGE, *APART, f"actor.megatron.offload={every}",
                  f"critic.megatron.offload={every}")  # fmt: skip
     use = fit.uses[16]
     actor, critic = 2_048_033_792, 3_998_746_624  # parameters of TP8 x PP2 x DP2 and TP8 x DP4
@@ -154,26 +167,25 @@ def test_the_gib_of_the_32b_recipe_by_phase():
 
 def test_auto_offloads_the_least_that_fits():
     """The less memory, the more leaves; gradients, which nobody copies, leave first."""
-    name = "qwen2.5_32b_gsm8k_math"
-    assert fit_of("h200-141gb", name, FEW).offload == {"actor": NOTHING, "critic": NOTHING}
+    assert fit_of("h200-141gb", LARGE, *APART, FEW).offload == {"actor": NOTHING, "critic": NOTHING}
     gradients = Offload(gradients=True)
-    assert fit_of("h100-80gb", name, FEW).offload == {"actor": gradients, "critic": gradients}
+    both = {"actor": gradients, "critic": gradients}
+    assert fit_of("h100-80gb", LARGE, *APART, FEW).offload == both
     copied = []
     for gib in (70, 60, 56, 50, 44):
-        fit = fit_of(gib, name, FEW)
+        fit = fit_of(gib, LARGE, *APART, FEW)
         assert fit.verdict.fits, gib
         copied.append(fit.uses[16].host(fit.table))
     assert copied == sorted(copied)
     assert copied[0] < copied[-1]
-    assert not fit_of(30, name, FEW).verdict.fits
+    assert not fit_of(30, LARGE, *APART, FEW).verdict.fits
 
 
 def test_auto_offloads_more_for_a_kv_cache_of_all_sequences():
     """As many as a server generates at once, or half of them, and so on."""
-    name = "qwen2.5_32b_gsm8k_math"
     counts = {}
     for gib in (79.2, 50, 44):
-        fit = fit_of(gib, name)
+        fit = fit_of(gib, LARGE, *APART)
         assert fit.verdict.fits
         assert fit.engine is not None
         assert fit.verdict.kv_tokens >= fit.engine.sequences * 2048
@@ -181,13 +193,13 @@ def test_auto_offloads_more_for_a_kv_cache_of_all_sequences():
     assert counts[79.2] == 1024 // 8
     assert counts[79.2] > counts[44] >= LEAST_SEQUENCES
     both = Offload(gradients=True, optimizer=True)
-    assert fit_of("h100-80gb", name).offload == {"actor": both, "critic": both}
+    assert fit_of("h100-80gb", LARGE, *APART).offload == {"actor": both, "critic": both}
 
 
 @pytest.mark.parametrize("gib", [60, 50, 44])
 def test_nothing_less_than_what_auto_offloads_would_fit(gib):
-    fit = fit_of(gib, "qwen2.5_32b_gsm8k_math", FEW)
-    chosen, _ = plans_of(ROOT / "recipes" / "qwen2.5_32b_gsm8k_math.yaml")
+    fit = fit_of(gib, LARGE, *APART, FEW)
+    chosen, _ = plans_of(ROOT / "recipes" / f"{LARGE}.yaml", *APART)
     moved = {(name, part) for name, offload in fit.offload.items()
              for part in TRAINED_PARTS if getattr(offload, part)}  # fmt: skip
     for name, part in moved:
@@ -214,10 +226,10 @@ def test_auto_chooses_for_the_rank_that_needs_most(gib):
 
 
 def test_what_a_recipe_sets_is_not_chosen_anew():
-    none = fit_of("h100-80gb", "qwen2.5_32b_gsm8k_math", "critic.megatron.offload=none",
+    none = fit_of("h100-80gb", LARGE, *APART, "critic.megatron.offload=none",
                   "actor.megatron.offload={gradients: true}")  # fmt: skip
     assert none.offload == {"actor": Offload(gradients=True), "critic": NOTHING}
-    shown = fit_of("h100-80gb", "qwen2.5_32b_gsm8k_math", "critic.megatron.offload=none",
+    shown = fit_of("h100-80gb", LARGE, *APART, "critic.megatron.offload=none",
                    "actor.megatron.offload=none").verdict  # fmt: skip
     assert not shown.fits
     assert any("critic.megatron.offload=auto" in fix for fix in shown.fixes)
@@ -231,7 +243,7 @@ def test_on_the_cpu_auto_offloads_nothing():
 
 
 def test_a_kv_cache_that_is_too_small_does_not_fit():
-    fit = fit_of("h100-80gb", "qwen2.5_32b_gsm8k_math",
+    fit = fit_of("h100-80gb", LARGE, *APART,
                  "rollout.server_args={mem_fraction_static: 0.2}")  # fmt: skip
     assert fit.engine is not None
     assert fit.engine.sequences == LEAST_SEQUENCES
@@ -258,7 +270,7 @@ def test_a_shipped_recipe_fits_80_gb_in_every_phase(path, gpu):
 def test_the_host_memory_of_a_node_is_the_sum_of_its_ranks():
     every = "{parameters: true, gradients: true, optimizer: true}"
     chosen, plans = plans_of(
-        ROOT / "recipes" / "qwen2.5_32b_gsm8k_math.yaml", f"actor.megatron.offload={every}",
+        ROOT / "recipes" / f"{LARGE}.yaml", *APART, f"actor.megatron.offload={every}",
         f"critic.megatron.offload={every}", "actor.ema_decay=0.99",
     )  # fmt: skip
     fit = plan_fit(chosen, plans, GPU_TYPES["h100-80gb"])

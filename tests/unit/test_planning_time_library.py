@@ -66,7 +66,14 @@ def test_a_price_that_is_none_is_refused(price, capsys):
 def test_a_plan_predicts_every_phase_and_names_its_source(tmp_path, capsys):
     picture = tmp_path / "step.svg"
     options = ["--time", "--mean-prompt", "150", "--mean-response", "800", "--price", "2.5"]
-    assert main(["--config", RECIPE, "trainer.nnodes=2", *options, "--picture", str(picture)]) == 0
+    options += ["trainer.nnodes=2", "--picture", str(picture)]
+    for role in ("actor", "critic"):
+        options += [
+            f"{role}.megatron.tensor_model_parallel_size=4",
+            f"{role}.megatron.recompute_granularity=full",
+            f"{role}.ppo_max_token_len_per_gpu=6144",
+        ]
+    assert main(["--config", RECIPE, *options]) == 0
     text = capsys.readouterr().out
     assert f"drawn: {picture}" in text
     texts = [re.findall(r"<text [^>]*>([^<]*)</text>", one.read_text()) for one in (picture, DRAWN)]

@@ -61,7 +61,9 @@ DIFFERENCES = {
     "moonlight_16b_a3b_gsm8k": RECOMPUTED,
     "qwen1.5_moe_a2.7b_gsm8k": RECOMPUTED,
     "qwen2.5_32b_gsm8k_math": {
-        "critic.megatron.recompute_granularity": "the critic's layers are recomputed too"
+        "actor.ppo_micro_batch_size_per_gpu": "micro-batches of two sequences",
+        "critic.ppo_micro_batch_size_per_gpu": "micro-batches of two sequences",
+        "actor.megatron.recompute_granularity": "no layer is recomputed",
     },
     "qwen3_8b_gsm8k_math": RECOMPUTED,
     "qwen2_7b_gsm8k_math": RECOMPUTED | {"critic.megatron.tensor_model_parallel_size": OWN_LAYOUT},

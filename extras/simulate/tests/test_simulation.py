@@ -200,9 +200,9 @@ def test_depths_hold_every_kind_of_layer(recipe, rank, first, second, wanted):
 def test_a_reduced_batch_fills_every_pipeline_with_equal_micro_batches():
     case = case_of("qwen2.5_32b_gsm8k_math")
     recipe = reduced_batch(case.recipe, case.world_size)
-    # actor: PP2, DP2, 8 and 16 sequences; critic: DP4, 8 sequences
-    assert recipe.actor.ppo_mini_batch_size == recipe.data.train_batch_size == 96
-    assert longest_batch(recipe).num_sequences == 96
+    # PP4, DP2, 2 and 16 sequences
+    assert recipe.actor.ppo_mini_batch_size == recipe.data.train_batch_size == 160
+    assert longest_batch(recipe).num_sequences == 160
 
 
 @pytest.mark.parametrize("name", ["h100-80gb", "H100-80GB", "79.2", "80gib"])
