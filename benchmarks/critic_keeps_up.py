@@ -12,8 +12,13 @@ because the engine gets the weights of an update K updates late.
 update of the critic per step, and with a critic that is trained as a whole. ``ppo`` is PPO (GAE of
 lambda 0.95), ``no_dis`` and ``ppo`` take the ratio to the policy of the step, not to the older one
 that sampled. Learning rates, batch and the first steps of the critic alone are the same for all,
-and those of a tiny model, not the preset's. ``pretrained`` and ``fresh`` are one step of ``sao@0``
-without the steps of the critic alone, with the critic of a value pretraining and without.
+and those of a tiny model, not the preset's.
+
+``values`` is a value pretraining until its gate holds, ``pretrained`` and ``fresh`` are the first
+step of ``sao@0`` with its critic and with a new one. Their reward is not the word's: it counts a
+letter of the answer (``letters_said.py``), so the tokens so far say more and more of it, and their
+batches are larger. How much of either reward any critic can explain is computed too: from each
+state of sampled answers the actor goes on several times, and what these differ by is unknowable.
 
 A finished run in ``--runs`` is not repeated. Writes ``<out>.json`` (reward and explained variance
 of every step), ``<out>.svg`` and ``<out>.md``.
@@ -27,32 +32,40 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, stdev, variance
 from typing import Any
 
+import letters_said
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from record import conditions
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from value_head import FINISHED, draw_model
 
 import mppo.rollout.local.engine as local
+from mppo.config.sections.trainer import ValueGateConfig
+from mppo.data.tasks import task
+from mppo.rewards.verifiers import exact
 from mppo.train import main as train
 from mppo.weights.bucket import NamedTensors
 
 SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
 """Of the model, which otherwise is ``builtin:tiny``."""
+WORDS, LONGEST = {"min_length": 1, "max_length": 4, "alphabet": "abcd"}, 6
+"""The words, and most tokens of an answer."""
 RECIPE = [
     "model.dtype=float32",
     "data.task=reverse",
-    "data.task_kwargs={min_length: 1, max_length: 4, alphabet: abcd}",
+    f"data.task_kwargs={WORDS}",
     "data.max_prompt_length=16",
-    "data.max_response_length=6",
+    f"data.max_response_length={LONGEST}",
     "data.train_batch_size=64",
     "data.val_size=4",
     "actor.ppo_mini_batch_size=64",
@@ -69,6 +82,11 @@ RECIPE = [
 ]
 WARM_START, ALONE, PRETRAINING = 220, 5, 100
 """Supervised steps before each case, steps of the critic alone, most steps of value pretraining."""
+GATE = 0.5
+COUNTED = [
+    "reward.name=function", f"reward.function={Path(letters_said.__file__).resolve()}:score",
+    "data.train_batch_size=256",
+]  # fmt: skip
 SAO = ["algorithm.preset=sao"]
 OWN_RATIO = [
     "actor.policy_loss.loss_mode=vanilla", "algorithm.rollout_correction.bypass_mode=false",
@@ -84,7 +102,7 @@ KINDS = {
 CASES = [
     "ppo@0", "sao@0", "sao@8", "ppo@8", "no_dis@8", "sao@4", "sao@1", "k1@8", "no_freeze@8",
 ]  # fmt: skip
-STARTS = ("pretrained", "fresh")
+STARTS = ("values", "pretrained", "fresh")
 BASE = "ppo@0"
 """The case that the others' rewards are compared with."""
 SHOWN = {
@@ -93,25 +111,41 @@ SHOWN = {
 }
 """The cases of each plot."""
 LAST = 10
-REWARD, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
+REWARD, EXPLAINED, HELD = "critic/score/mean", "critic/vf_explained_var", "critic/gate_batches"
+WORD, COUNT = "the whole word right", "the count of a letter"
+REWARDS: dict[str, Callable[[str, str], float]] = {
+    WORD: lambda answer, right: exact(answer, right, {}),
+    COUNT: lambda answer, right: letters_said.score("", answer, right, None),
+}
+"""Of an answer and the right one."""
+CONTINUED = 16
+"""Continuations from each state of an answer."""
 
 
 @dataclass
 class Curves:
-    """What a case's runs logged in every step, by seed; None where it is undefined."""
+    """What a case's runs logged in every step, by seed; None where it is undefined.
+
+    ``held``: whether the gate of a value pretraining held at its end.
+    """
 
     reward: list[list[float]] = field(default_factory=list)
     explained: list[list[float | None]] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
 
     def add(self, rows: Sequence[dict[str, float]]) -> None:
         """Add the run of one more seed."""
         self.reward.append([round(row[REWARD], 4) for row in rows])
         known = [row.get(EXPLAINED) for row in rows]
         self.explained.append([None if x is None else round(x, 4) for x in known])
+        if HELD in rows[-1]:
+            self.held.append(rows[-1][HELD] >= ValueGateConfig().batches)
 
 
 Found = dict[str, Curves]
 """By case."""
+Limits = dict[str, list[float]]
+"""What a perfect critic would explain, by reward: of every seed."""
 
 
 class LateEngine(local.LocalEngine):
@@ -134,8 +168,9 @@ def rows_of(run: Path, seed: int, steps: int, settings: Sequence[str]) -> list[d
     """The metrics of every step of a run, trained unless it has finished."""
     if not (run / FINISHED).exists():
         shutil.rmtree(run, ignore_errors=True)
+        chosen = {setting.split("=")[0]: setting for setting in [*RECIPE, *settings]}
         code = train([
-            "--quiet", *RECIPE, *settings, f"trainer.total_training_steps={steps}",
+            "--quiet", *chosen.values(), f"trainer.total_training_steps={steps}",
             f"trainer.default_local_dir={run}", f"trainer.seed={seed}", f"data.seed={seed}",
         ])  # fmt: skip
         if code and not (run / "critic").exists():  # 1 if the gate of a value pretraining fails
@@ -165,12 +200,64 @@ def run_case(
         alone = f"trainer.critic_warmup={min(ALONE, arguments.steps)}"
         settings = [model, *KINDS[kind], alone, "trainer.export_hf=false"]
         return rows_of(place / case, seed, arguments.steps, settings)
-    settings = [model, *SAO, "trainer.critic_warmup=0"]
-    if kind == "pretrained":
-        stage = ["trainer.stage=value_pretraining", "trainer.value_gate.explained_var=0.5"]
-        rows_of(place / "values", seed, arguments.pretraining, [*settings, *stage])
+    settings = [model, *SAO, *COUNTED, "trainer.critic_warmup=0"]
+    if kind != "fresh":
+        stage = ["trainer.stage=value_pretraining", f"trainer.value_gate.explained_var={GATE}"]
+        own = seed + 100  # other prompts and answers than those of the step that is judged
+        rows = rows_of(place / "values", own, arguments.pretraining, [*settings, *stage])
+        if kind == "values":
+            return rows
         settings.append(f"critic.path={place / 'values' / 'critic'}")
     return rows_of(place / case, seed, 1, [*settings, "trainer.export_hf=false"])
+
+
+@torch.no_grad()
+def continued(model: Any, states: Sequence[list[int]], end: int) -> list[list[int]]:
+    """Each state, the tokens of a prompt and of an answer's beginning, with the answer's rest."""
+    rows = [list(state) for state in states]
+    open_rows = list(rows)
+    for _ in range(LONGEST):
+        by_length: dict[int, list[list[int]]] = {}
+        for row in open_rows:
+            by_length.setdefault(len(row), []).append(row)
+        for same in by_length.values():
+            logits = model(torch.tensor(same)).logits[:, -1]
+            drawn = torch.multinomial(logits.softmax(-1), 1)[:, 0].tolist()
+            for row, token in zip(same, drawn):
+                row.append(token)
+        open_rows = [row for row in open_rows if row[-1] != end]
+    return rows
+
+
+def explainable(folder: Path, seed: int, count: int) -> dict[str, float]:
+    """The explained variance of a perfect critic, ``1 - E[var(R | state)] / var(R)``, by reward.
+
+    Over the states before each token of sampled answers, like ``critic/vf_explained_var``. The
+    variance given a state is that of the scores of ``CONTINUED`` continuations.
+
+    Args:
+        folder: of the actor.
+        seed: of words and answers.
+        count: answers.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words, end = task("reverse", seed=seed, **WORDS), tokenizer.eos_token_id
+    returns, unknown = ({name: [] for name in REWARDS} for _ in range(2))
+    for example in map(words.example, range(count)):
+        chat = [{"role": "user", "content": example.prompt}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        [answer] = continued(model, [prompt], end)
+        states = [answer[:length] for length in range(len(prompt), len(answer))]
+        ends = [answer, *continued(model, [x for x in states for _ in range(CONTINUED)], end)]
+        texts = tokenizer.batch_decode([x[len(prompt) :] for x in ends], skip_special_tokens=True)
+        for name, score in REWARDS.items():
+            own, *others = (score(text, example.answer) for text in texts)
+            returns[name] += [own] * len(states)
+            unknown[name] += torch.tensor(others).view(-1, CONTINUED).var(1).tolist()
+    return {name: 1 - mean(unknown[name]) / variance(returns[name]) for name in REWARDS}
 
 
 def last(curve: Sequence[float]) -> float:
@@ -185,7 +272,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """The results in Markdown."""
+    """The results of the ages and parts in Markdown."""
     on_policy = [last(curve) for curve in found[BASE].reward] if BASE in found else []
     lines = [f"| case | seeds | reward, last {LAST} steps | over `{BASE}` | explained variance |"]
     lines.append("|---|---|---|---|---|")
@@ -195,43 +282,73 @@ def table(found: Found) -> str:
         known = [[x for x in curve[-LAST:] if x is not None] for curve in found[case].explained]
         explained = spread([mean(each) for each in known if each]) if any(known) else "-"
         lines.append(f"| `{case}` | {len(rewards)} | {spread(rewards)} | {over} | {explained} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def of_values(found: Found, limits: Limits) -> str:
+    """The results of the value pretraining in Markdown, numbers by seed."""
+    lines = []
+    for reward, numbers in limits.items():
+        lines.append(f"A perfect critic would explain, {reward}: {in_a_row(numbers)}.")
     for case in (case for case in STARTS if case in found):
-        numbers = [curve[0] for curve in found[case].explained]
-        each = ", ".join("undefined" if x is None else f"{x:.2f}" for x in numbers)
-        lines += ["", f"Explained variance at step 1, `{case}`, by seed: {each}."]
-    return "\n".join(lines)
+        what = "Explained variance at step 1"
+        index = 0
+        if case == "values":
+            ends = zip(found[case].explained, found[case].held)
+            each = [f"{len(x)} ({'held' if held else 'did not hold'})" for x, held in ends]
+            lines.append(f"Batches of `{case}`, and its gate of {GATE}: {', '.join(each)}.")
+            what, index = "Explained variance in the last batch", -1
+        lines.append(f"{what}, `{case}`: {in_a_row([x[index] for x in found[case].explained])}.")
+    return "\n\n".join(lines)
 
 
-def plot(found: Found, path: Path) -> None:
-    """Mean reward over the seeds by step: by age, and without each part."""
+def in_a_row(numbers: Sequence[float | None]) -> str:
+    """Numbers with two digits; None is undefined."""
+    return ", ".join("undefined" if x is None else f"{x:.2f}" for x in numbers)
+
+
+def plot(found: Found, limits: Limits, path: Path) -> None:
+    """Mean reward over the seeds by step, by age and without each part; the value pretraining."""
     plt.rcParams["svg.hashsalt"] = "critic"
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
-    for axis, (title, cases) in zip(axes, SHOWN.items()):
-        for case in (case for case in cases if case in found):
+    shown = {title: [x for x in cases if x in found] for title, cases in SHOWN.items()}
+    shown = {title: cases for title, cases in shown.items() if cases}
+    columns = len(shown) + ("values" in found)
+    figure, axes = plt.subplots(1, columns, figsize=(5.5 * columns, 3.8), squeeze=False)
+    for axis, (title, cases) in zip(axes[0], shown.items()):
+        for case in cases:
             means = [mean(column) for column in zip(*found[case].reward)]
             smooth = [mean(means[max(0, end - 5) : end]) for end in range(1, len(means) + 1)]
             axis.plot(range(1, len(smooth) + 1), smooth, label=case)
         axis.set(title=title, xlabel="step", ylabel="mean sampled reward (5 steps)", ylim=(0, 1))
         axis.legend(loc="upper left")
+    if "values" in found:
+        axis = axes[0, -1]
+        for curve in found["values"].explained:
+            axis.plot(range(1, len(curve) + 1), curve)
+        axis.axhline(GATE, color="gray", linestyle=":", label="gate")
+        best = mean(limits[COUNT])
+        axis.axhline(best, color="black", linestyle="--", label="a perfect critic")
+        axis.set(title="value pretraining, by seed", xlabel="batch", ylabel="explained variance")
+        axis.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
-def write(found: Found, seeds: Sequence[int], out: Path) -> None:
+def write(found: Found, limits: Limits, seeds: Sequence[int], out: Path) -> None:
     """Write curves, plot and table."""
     facts = conditions()
     out.parent.mkdir(parents=True, exist_ok=True)
     cases = {case: asdict(curves) for case, curves in found.items()}
-    text = json.dumps({**facts, "seeds": seeds, "cases": cases})
+    text = json.dumps({**facts, "seeds": seeds, "explainable": limits, "cases": cases})
     out.with_suffix(".json").write_text(text + "\n")
-    plot(found, out.with_suffix(".svg"))
+    plot(found, limits, out.with_suffix(".svg"))
     lines = [
-        "# A critic that keeps up", "",
-        f"`{facts['command']}`, {facts['date']}. Mean over the seeds ± standard deviation.", "",
-        f"![reward by step]({out.with_suffix('.svg').name})", "", table(found),
+        "# A critic that keeps up",
+        f"`{facts['command']}`, {facts['date']}. Mean over the seeds ± standard deviation.",
+        f"![by step]({out.with_suffix('.svg').name})", table(found), of_values(found, limits),
     ]  # fmt: skip
-    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    out.with_suffix(".md").write_text("\n\n".join(filter(None, lines)) + "\n")
 
 
 def main() -> None:
@@ -242,12 +359,14 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=PRETRAINING)
     known = [*STARTS, *CASES]
     parser.add_argument("--cases", nargs="+", default=known, choices=known)
+    parser.add_argument("--answers", type=int, default=200, help="to see what can be explained")
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     out = Path(__file__).parent / "results/critic_keeps_up"
     parser.add_argument("--out", type=Path, default=out, help="without ending")
     arguments = parser.parse_args()
     local.LocalEngine = LateEngine
     found: Found = {case: Curves() for case in arguments.cases}
+    limits: Limits = {reward: [] for reward in REWARDS} if "values" in arguments.cases else {}
     with tempfile.TemporaryDirectory() as folder:
         runs = (arguments.runs or Path(folder)).resolve()
         for seed in arguments.seeds:
@@ -255,7 +374,11 @@ def main() -> None:
                 rows = run_case(case, seed, arguments, runs / str(seed))
                 found[case].add(rows)
                 print(f"seed {seed}, {case}: {last([row[REWARD] for row in rows]):.3f}", flush=True)
-    write(found, arguments.seeds, arguments.out)
+            if limits:
+                model = Path(warmed_up(seed, arguments.warm_start, runs / str(seed)).split("=")[1])
+                for reward, share in explainable(model, seed, arguments.answers).items():
+                    limits[reward].append(round(share, 4))
+    write(found, limits, arguments.seeds, arguments.out)
     print(arguments.out.with_suffix(".md").read_text())
 
 

@@ -17,8 +17,9 @@ minutes.
 Megatron's own schedule, one role after the other, and the flush-free schedule; and the peak memory
 of both. It takes two minutes.
 
-``critic``: the same two ratios where the critic has K updates for one of the actor
-(``critic.ppo_epochs``): simulated, and of the real executor with waits. It takes a minute.
+``critic``: these ratios where the critic has K updates for one of the actor
+(``critic.ppo_epochs``): simulated, of the real executor with waits, and of real models on two
+ranks. It takes three minutes.
 
 All tables are Markdown. ``--out`` replaces the section of the file that has the name of the mode.
 """
@@ -251,7 +252,9 @@ CRITIC_COUNTS = (2, 8)
 """Micro-batches of a mini-batch."""
 
 
-def critic(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
+def critic(
+    stages: Sequence[int], milliseconds: float, repeat: int, layers: int, tokens: int
+) -> str:
     """The tables of updates in which the critic takes several steps for one of the actor."""
     rows = []
     for world, (mini_batches, updates) in itertools.product(STAGES[:4], UNEQUAL):
@@ -266,6 +269,8 @@ def critic(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
     titles = [f"{count} micro-batches, critic's cost {cost:g}" for count, cost in cases]
     measured = ["stages", "micro-batches", *columns[1:], "sequential s", "flush_free s"]
     measured += ["simulated ratio", "measured ratio", "measured over simulated"]
+    with tempfile.TemporaryDirectory() as name:
+        models = real_times(Path(name), layers, tokens, repeat, UNEQUAL)
     return "\n\n".join([
         "Time of sequential, one role after the other, over flush_free; in brackets the idle share "
         "of flush_free. Simulated:",
@@ -273,6 +278,7 @@ def critic(stages: Sequence[int], milliseconds: float, repeat: int) -> str:
         f"With waits of {milliseconds:g} ms in place of an actor's forward pass, and a critic that "
         f"costs the same; median of {repeat} updates of each kind by turns:",
         table(measured, waiting_rows(critic_rank, stages, milliseconds, repeat)),
+        models,
     ])  # fmt: skip
 
 
@@ -281,11 +287,14 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 COMPARED = ("sequential", "flush_free")
-UPDATES, COUNTS = 4, (2, 4)
+ALIKE, COUNTS = (4, 1), (2, 4)
+"""Mini-batches of the actor and updates of the critic for each; micro-batches of a mini-batch."""
 
 
-def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> Callable[[], None]:
-    """What runs an update by a kind of schedule: four mini-batches of equal sequences."""
+def make_update(
+    folder: Path, tokens: int, registry, kind: str, count: int, mini_batches: int, updates: int
+) -> Callable[[], None]:
+    """What runs an update by a kind of schedule, of mini-batches of ``count`` equal sequences."""
     from mppo.batch.episode import Episode, EpisodeTokens, with_scores
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
@@ -298,12 +307,13 @@ def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> C
     from mppo.trainer.roles import Roles
     from mppo.trainer.update.phase import UpdatePhase
 
-    size = UPDATES * count
+    size = mini_batches * count
     keys = [
         *(f"{role}.megatron.pipeline_model_parallel_size=2" for role in ("actor", "critic")),
         *(f"{role}.ppo_micro_batch_size_per_gpu=1" for role in ("actor", "critic")),
         f"actor.ppo_mini_batch_size={count}", f"data.train_batch_size={size}", "rollout.n=1",
         "model.dtype=float32", f"model.path={folder / 'model'}", f"trainer.schedule={kind}",
+        f"critic.ppo_epochs={updates}",
     ]  # fmt: skip
     roles = Roles(load_recipe(None, keys), folder / "model", read_model_config, registry, 100)
     ids = torch.randint(0, MODEL["vocab_size"], (size, tokens)).tolist()
@@ -324,26 +334,31 @@ def make_update(folder: Path, tokens: int, registry, count: int, kind: str) -> C
     def run() -> None:
         update = UpdatePhase(roles, experience, 1, actor_frozen=False)
         assert update.kind == kind
+        each = {done.role.name: len(done.mini_batches) for done in update.updates}
+        assert each == {"critic": mini_batches * updates, "actor": mini_batches}
         update.run()
         dist.barrier()
 
     return run
 
 
-def real_rank(rank: int, folder: Path, tokens: int, repeat: int) -> None:
+def real_rank(
+    rank: int, folder: Path, tokens: int, repeat: int, updates: Sequence[tuple[int, int]]
+) -> None:
     """Times of the kinds by turns, on one core; the first rank writes the table's rows."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.manual_seed(0)
     registry, rows = start(rank, 2, folder / "store"), []
-    for count in COUNTS:
-        runs = {kind: make_update(folder, tokens, registry, count, kind) for kind in COMPARED}
+    for shape in ((count, *each) for count, each in itertools.product(COUNTS, updates)):
+        runs = {kind: make_update(folder, tokens, registry, kind, *shape) for kind in COMPARED}
         times = alternate(runs, repeat)
         measured = times["sequential"].over(times["flush_free"])
-        plan = sequential_over_flush_free(make_schedules(2, count, UPDATES, 1.0))
+        count, mini_batches, each = shape
+        plan = sequential_over_flush_free(make_schedules(2, count, mini_batches, 1.0, each))
         seconds = [f"{median(times[kind].walls):.2f}" for kind in COMPARED]
         ratios = [f"{measured:.2f}", f"{plan:.2f}", f"{measured / plan:.3f}"]
-        rows.append([count, UPDATES, *seconds, *ratios])
+        rows.append([*shape, *seconds, *ratios])
     if rank == 0:
         torch.save(rows, folder / "rows.pt")
     dist.destroy_process_group()
@@ -354,7 +369,7 @@ def memory_rank(rank: int, folder: Path, tokens: int, kind: str) -> None:
     torch.manual_seed(0)
     registry = start(rank, 2, folder / f"store_{kind}")
     return_freed_memory()
-    run = make_update(folder, tokens, registry, max(COUNTS), kind)
+    run = make_update(folder, tokens, registry, kind, max(COUNTS), *ALIKE)
     before = peak_bytes()
     for _ in range(2):
         run()
@@ -364,27 +379,35 @@ def memory_rank(rank: int, folder: Path, tokens: int, kind: str) -> None:
 
 def real(layers: int, tokens: int, repeat: int) -> str:
     """Tables of update times of real models, and of their peak memory."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = LlamaConfig(**MODEL, num_hidden_layers=layers)
-        LlamaForCausalLM(config).save_pretrained(folder / "model")
-        start_ranks(real_rank, (folder, tokens, repeat), 2)
-        times = torch.load(folder / "rows.pt", weights_only=False)
+        text = real_times(folder, layers, tokens, repeat, [ALIKE])
         memory = []
         for kind in COMPARED:
             start_ranks(memory_rank, (folder, tokens, kind), 2)
             memory += [torch.load(folder / f"{kind}_{rank}.pt") for rank in (0, 1)]
-    columns = ["micro-batches", "mini-batches", "sequential s", "flush_free s"]
-    columns += ["sequential over flush_free", "simulated", "measured over simulated"]
-    text = (
-        f"Actor and critic of {layers} layers of width {MODEL['hidden_size']}, micro-batches of "
-        f"{tokens} tokens, float32; {repeat} updates of each kind by turns, median."
-    )
     columns_of_memory = ["kind", "rank", "MiB before the updates", "MiB at the peak"]
-    return "\n\n".join([text, table(columns, times), table(columns_of_memory, memory)])
+    return f"{text}\n\n{table(columns_of_memory, memory)}"
+
+
+def real_times(
+    folder: Path, layers: int, tokens: int, repeat: int, updates: Sequence[tuple[int, int]]
+) -> str:
+    """The table of update times of real models, whose weights it draws."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**MODEL, num_hidden_layers=layers)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    start_ranks(real_rank, (folder, tokens, repeat, updates), 2)
+    columns = ["micro-batches", "actor's mini-batches", "critic's updates for each"]
+    columns += ["sequential s", "flush_free s", "sequential over flush_free", "simulated"]
+    text = (
+        f"Actor and critic of {layers} layers of width {MODEL['hidden_size']} on two stages, "
+        f"micro-batches of {tokens} tokens, float32; median of {repeat} updates of each by turns."
+    )
+    rows = torch.load(folder / "rows.pt", weights_only=False)
+    return f"{text}\n\n{table([*columns, 'measured over simulated'], rows)}"
 
 
 def start_ranks(worker: Callable[..., None], arguments: tuple, world: int) -> None:
@@ -424,11 +447,12 @@ def main() -> None:
     chosen = arguments.parse_args()
     if chosen.what == "simulated":
         text = simulated()
-    elif chosen.what in ("waits", "critic"):
-        made = waits if chosen.what == "waits" else critic
-        text = made(chosen.stages, chosen.milliseconds, chosen.repeat)
+    elif chosen.what == "waits":
+        text = waits(chosen.stages, chosen.milliseconds, chosen.repeat)
     else:
-        text = real(chosen.layers, chosen.tokens, chosen.repeat)
+        size = chosen.layers, chosen.tokens
+        waited = chosen.stages, chosen.milliseconds, chosen.repeat
+        text = real(*size, chosen.repeat) if chosen.what == "real" else critic(*waited, *size)
     write_section(chosen.what, text, chosen.out)
 
 

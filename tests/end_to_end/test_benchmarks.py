@@ -39,7 +39,8 @@ SMALLEST = {
                     "--repeat", "1"],
     "random_schedules.py": ["--updates", "20"],
     "critic_keeps_up.py": ["--seeds", "0", "--steps", "2", "--warm-start", "1", "--pretraining",
-                           "1", "--cases", "ppo@0", "no_dis@8", "pretrained"],
+                           "1", "--answers", "4", "--cases", "ppo@0", "no_dis@8", "values",
+                           "pretrained"],
     "value_head.py": ["--seeds", "2", "--steps", "2", "--warm-start", "1", "--tasks", "reverse",
                       "--heads", "0", "0.02"],
 }  # fmt: skip
@@ -149,10 +150,12 @@ def test_value_heads_are_compared_within_a_seed(tmp_path):
 def test_policies_on_old_samples_and_starts_of_the_critic_are_put_into_a_table(tmp_path):
     result = smallest("critic_keeps_up.py", tmp_path)
     lengths = {case: len(curves["reward"][0]) for case, curves in result["cases"].items()}
-    assert lengths == {"ppo@0": 2, "no_dis@8": 2, "pretrained": 1}
+    assert lengths == {"ppo@0": 2, "no_dis@8": 2, "values": 1, "pretrained": 1}
     text = (tmp_path / "result.md").read_text()
     assert text.count("| `no_dis@8` | 1 | ") == 1
-    assert text.count("Explained variance at step 1, `pretrained`, by seed: ") == 1
+    assert text.count("Explained variance at step 1, `pretrained`: ") == 1
+    assert "Batches of `values`, and its gate of 0.5: 1 (did not hold)." in text
+    assert all(x <= 1 for known in result["explainable"].values() for x in known)
     assert (tmp_path / "result.svg").read_text().startswith("<?xml")
 
 
@@ -166,15 +169,17 @@ def test_schedules_with_waits_are_put_into_a_table(tmp_path):
 def test_schedules_with_several_updates_of_the_critic_are_put_into_tables(tmp_path):
     text = run_smallest("schedule.py", tmp_path / "result.md", "critic")
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    measured = [row for row in rows if len(row) == 11][2:]
+    measured = [row for row in rows if len(row) == 11 and row[1] == "4"]
     assert [row[3:5] for row in measured] == [["1", "2"], ["1", "4"], ["4", "2"]] * 2
     assert all(float(row[7]) > 1 for row in measured), "simulated: flush_free is faster"
+    models = [row[1:4] for row in rows if len(row) == 10][2:]
+    assert models == [[count, *row[3:5]] for count in "24" for row in measured[:3]]
 
 
 def test_schedules_with_real_models_are_put_into_a_table(tmp_path):
     text = run_smallest("schedule.py", tmp_path / "result.md", "real")
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    assert [row[1:3] for row in rows if len(row) == 9][2:] == [["2", "4"], ["4", "4"]]
+    assert [row[1:4] for row in rows if len(row) == 10][2:] == [["2", "4", "1"], ["4", "4", "1"]]
     memory = [row[1:3] for row in rows if len(row) == 6][2:]
     assert memory == [[kind, rank] for kind in ("sequential", "flush_free") for rank in "01"]
 
