@@ -335,7 +335,7 @@ class EpisodeGeneration:
         """Wait until the result is there, or a server is lost.
 
         Raises:
-            Exception: that is no failure of an agent.
+            Exception: an error of mppo or the engine, not of an agent.
         """
         running, needed = self._running, self._request.num_prompts_needed
         while not (running.have_ended(self._places) and needed is None):
@@ -354,7 +354,7 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
     """An episode of one sequence for each leaf of its session's tree."""
     error, reward = record.error, result.reward if result.reward is not None else record.reward
     if record.is_used_up and error is not None:
-        # its limits end an episode as a response's longest length does: that is no failure
+        # a limit reached is no failure: it ends an episode as the longest length ends a response
         error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
         error = f"the agent of {describe(prompt)}: it asked the policy nothing"

@@ -35,13 +35,13 @@ class RunningEpisodes:
     """Episodes by key; all calls come from one event loop.
 
     Args:
-        run: runs an episode; None: a lost server has spoiled it.
+        run: runs an episode; returns None if its server was lost.
         most: episodes at the same time.
 
     Attributes:
         on_done: gets each episode when it ends.
         done: episodes that have ended.
-        failure: the first exception that is no failure of an agent.
+        failure: the first exception of mppo or the engine; an agent's own is in its episode.
     """
 
     def __init__(

@@ -153,9 +153,9 @@ ENGINE_ROWS: tuple[VerlRow, ...] = (
     VerlRow("distillation.enabled", OFF, NOTHING),
     VerlRow(
         "distillation.enabled",
-        Refused("there is no teacher's loss", "remove distillation.*; only rewards train here"),
+        Refused("mppo does not distil from a teacher", "remove distillation.*; rewards train here"),
     ),
-    VerlRow("distillation", Ignored("distillation is off, and mppo does not have it")),
+    VerlRow("distillation", Ignored("distillation is off: its other options have no effect")),
     VerlRow(
         "trainer.checkpoint",
         Ignored(
