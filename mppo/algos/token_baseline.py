@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos.advantages import reward_to_go
-from mppo.algos.masked import ALONE, Gather
-from mppo.algos.unique import unique_index
+from mppo.algos.masked import ALONE, Gather, unique_index
 
 
 def path_variance(
