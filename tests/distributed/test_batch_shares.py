@@ -20,6 +20,7 @@ from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.config.sections.algorithm import (
+    TOKEN_BASELINES,
     AlgorithmConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
@@ -31,7 +32,7 @@ LENGTHS = [3, 0, 5, 2, 9, 1, 40, 4, 7, 0, 12, 6]
 LIMIT = 40
 ESTIMATORS = register.estimator.own
 SEGMENTS = {"segment_credit": True, "lam_length_adaptive_alpha": 1.5, "lam_value": 1.0}
-SCANS = ("gae", "reinforce_plus_plus", "remax")
+SCANS = ("gae", "reinforce_plus_plus", "remax", *TOKEN_BASELINES)
 """Estimators whose recursion over tokens rounds according to the position on the token axis."""
 
 
@@ -57,8 +58,10 @@ def outputs_of(lengths: list[int], samples: int = 3) -> Outputs:
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.arange(len(mask_T)) % 3,
         token_rewards_T=numbers(),
+        parts_B=torch.randn(count, 2, generator=random),
     )
-    return Outputs(batch, -numbers().abs(), -numbers().abs(), numbers())
+    logprobs = -numbers().abs(), -numbers().abs()
+    return Outputs(batch, *logprobs, numbers(), squares_T=numbers().abs())
 
 
 def shared(outputs: Outputs) -> Outputs:
@@ -95,6 +98,7 @@ def compare_estimates() -> None:
         for whiten_over in ("batch", "group"):
             algorithm = AlgorithmConfig(
                 adv_estimator=estimator,
+                gdpo_reward_keys=("first", "second"),
                 use_kl_in_reward=True,
                 whiten_over=whiten_over,
                 mask_truncated=True,

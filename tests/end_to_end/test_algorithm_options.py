@@ -33,7 +33,7 @@ COMMON = [
     "data.train_size=64",
     "data.val_size=0",
     "reward.name=function",
-    f"reward.function={reward_functions.__file__}:of_seven",
+    f"reward.function={reward_functions.__file__}:two_parts",
     "data.max_prompt_length=16",
     "data.max_response_length=4",
     "data.train_batch_size=2",
@@ -95,6 +95,8 @@ def overrides_of(row: dict[str, str]) -> list[str]:
         settings += [f"algorithm.kl_penalty={kind}", f"actor.kl_loss_type={kind}"]
     correction = f"algorithm.rollout_correction.{row['correction']}"
     loss_mode = row["actor.policy_loss.loss_mode"]
+    if row["algorithm.adv_estimator"] == "gdpo":
+        settings.append("algorithm.gdpo_reward_keys=[sevenths,halves]")
     if loss_mode == "dro":
         settings.append("actor.policy_loss.dro_beta=0.1")
     if loss_mode in ("dis", "reinforce"):

@@ -19,9 +19,10 @@ def of_three(data_source, solution_str, ground_truth, extra_info):
     return float(sum(map(ord, solution_str)) % 3)
 
 
-def of_seven(data_source, solution_str, ground_truth, extra_info):
-    """A reward between 0 and 1 that differs between random responses."""
-    return sum(map(ord, solution_str)) % 7 / 7
+def two_parts(data_source, solution_str, ground_truth, extra_info):
+    """A reward between 0 and 1 that differs between random responses, and two parts of it."""
+    total = sum(map(ord, solution_str))
+    return {"score": total % 7 / 7, "sevenths": total % 7 / 7, "halves": total % 2 / 2}
 
 
 def characters(data_source, solution_str, ground_truth, extra_info):

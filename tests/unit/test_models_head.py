@@ -10,7 +10,12 @@ from mppo.algos.kl import full_kl
 from mppo.config.sections.roles import CriticConfig
 from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.value_head import initial_std
-from mppo.models.heads.vocabulary import VocabShard, chunked_logprobs, vocabulary_logits
+from mppo.models.heads.vocabulary import (
+    VocabShard,
+    chunked_logprobs,
+    chunked_squares,
+    vocabulary_logits,
+)
 
 N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 
@@ -46,6 +51,16 @@ def test_values_and_gradients(temperature, softcap, chunk):
         results.append((logprobs, entropy, hidden.grad, weight.grad))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_squares_of_the_probabilities(chunk):
+    hidden, weight, _ = tensors()
+    found = chunked_squares(hidden, weight, case(0.7, 2.5, chunk))
+    logits = 2.5 * torch.tanh(hidden @ weight[:VOCAB].t() / 2.5) / 0.7
+    torch.testing.assert_close(found, logits.softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-6)
+    assert not found.requires_grad
+    assert len(chunked_squares(hidden[:0], weight, case())) == 0
 
 
 def test_gradient_of_the_logprobs_alone():

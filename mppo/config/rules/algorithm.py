@@ -7,7 +7,7 @@ from typing import Any
 
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
-from mppo.config.sections.algorithm import FilterGroupsConfig
+from mppo.config.sections.algorithm import TOKEN_BASELINES, FilterGroupsConfig
 from mppo.config.sections.roles import SEQUENCE_LOSSES
 
 
@@ -52,18 +52,18 @@ def dro_needs_its_weight(context: RuleContext) -> Iterator[ConfigIssue]:
 
 
 @rule("algorithm.adv_estimator", "rollout.n")
-def passk_compares_samples(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Pass@k compares the best response of a prompt with the second."""
+def estimators_compare_samples(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Pass@k, GDPO and token baselines compare the responses to a prompt."""
     estimator, samples = context.recipe.algorithm.adv_estimator, context.recipe.rollout.n
-    if estimator == "grpo_passk" and samples < 2:
-        why = "algorithm.adv_estimator = grpo_passk compares the samples of one prompt"
+    if estimator in ("grpo_passk", "gdpo", *TOKEN_BASELINES) and samples < 2:
+        why = f"algorithm.adv_estimator = {estimator} compares the samples of one prompt"
         yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
-@rule("algorithm", "rollout.n")
+@rule("algorithm")
 def gdpo_has_parts_of_the_reward(context: RuleContext) -> Iterator[ConfigIssue]:
     """GDPO compares the named parts of the samples' rewards, and reads nothing else of them."""
-    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
+    algorithm = context.recipe.algorithm
     if algorithm.adv_estimator != "gdpo":
         return
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -75,9 +75,6 @@ def gdpo_has_parts_of_the_reward(context: RuleContext) -> Iterator[ConfigIssue]:
         why = f"algorithm.gdpo_reward_keys has {len(keys)} names"
         fix = "give one weight for each, or leave it out"
         yield ConfigIssue("algorithm.gdpo_reward_weights", list(weights), why, fix)
-    if samples < 2:
-        why = f"{chosen} compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
     for name in ("use_kl_in_reward", "whiten_rewards"):
         if getattr(algorithm, name):
             why = f"{chosen} reads the parts of the reward function's result alone"
@@ -86,22 +83,6 @@ def gdpo_has_parts_of_the_reward(context: RuleContext) -> Iterator[ConfigIssue]:
         why = f"{chosen} normalises the parts of the reward itself"
         mode = algorithm.normalize_scores.mode
         yield ConfigIssue("algorithm.normalize_scores.mode", mode, why, "leave it out")
-
-
-@rule("algorithm.adv_estimator", "algorithm.rollout_correction", "rollout.n")
-def token_baselines_compare_samples(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Optimal token baselines need several samples, and the actor's own probabilities."""
-    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
-    if not algorithm.has_token_baseline:
-        return
-    chosen = f"algorithm.adv_estimator = {algorithm.adv_estimator}"
-    if samples < 2:
-        why = f"{chosen} compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
-    if algorithm.rollout_correction.bypass_mode:
-        why = f"{chosen} reads the actor's probabilities, which bypass_mode replaces"
-        key = "algorithm.rollout_correction.bypass_mode"
-        yield ConfigIssue(key, True, why, "set it to false, or choose another estimator")
 
 
 @rule("actor.policy_loss", "actor.clip_ratio", "actor.clip_ratio_low")

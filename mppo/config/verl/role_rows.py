@@ -281,10 +281,10 @@ ROLE_ROWS: tuple[VerlRow, ...] = (
     ),
     VerlRow("actor.router_replay.{record_file,replay_file}", OFF, NOTHING),
     VerlRow(
-        "actor.{use_rollout_log_probs,calculate_sum_pi_squared,use_prefix_grouper}",
-        OFF,
-        NOTHING,
+        "actor.{calculate_sum_pi_squared,sum_pi_squared_checkpointing}",
+        Ignored("the sum is computed where algorithm.adv_estimator needs it"),
     ),
+    VerlRow("actor.{use_rollout_log_probs,use_prefix_grouper}", OFF, NOTHING),
     VerlRow(
         "actor.{use_rollout_log_probs,tis_imp_ratio_cap}",
         Refused("has another name in mppo", "set algorithm.rollout_correction.*"),

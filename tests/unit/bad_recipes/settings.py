@@ -155,6 +155,22 @@ SETTINGS = [
      "no effect"),
     ("pass@k of one sample", "algorithm.adv_estimator=grpo_passk rollout.n=1", "rollout.n",
      "compares the samples of one prompt"),
+    ("a token baseline of one sample",
+     "algorithm.adv_estimator=optimal_token_baseline rollout.n=1", "rollout.n",
+     "compares the samples of one prompt"),
+    ("GDPO without parts of the reward", "algorithm.adv_estimator=gdpo rollout.n=2",
+     "algorithm.gdpo_reward_keys", "needs it"),
+    ("GDPO with too few weights",
+     "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.gdpo_reward_keys=[a,b] "
+     "algorithm.gdpo_reward_weights=[1]", "algorithm.gdpo_reward_weights", "has 2 names"),
+    ("GDPO with a KL in the reward",
+     "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.gdpo_reward_keys=[a] "
+     "algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward", "result alone"),
+    ("GDPO of normalised scores",
+     "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.gdpo_reward_keys=[a] "
+     "algorithm.normalize_scores.mode=batch", "algorithm.normalize_scores.mode", "itself"),
+    ("parts of the reward nobody reads", "algorithm.gdpo_reward_keys=[a]",
+     "algorithm.gdpo_reward_keys", "no effect"),
     ("an unknown rejection", "algorithm.rollout_correction.rollout_rs=[token_k1,token_k4]",
      "algorithm.rollout_correction.rollout_rs.1", "did you mean token_k"),
     ("three bounds of two rejections",
