@@ -45,5 +45,9 @@ def corrected(page: Path) -> str:
 
 
 if __name__ == "__main__":
-    for found in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for found in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ):
         found.write_text(corrected(found))
