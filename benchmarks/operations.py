@@ -64,9 +64,9 @@ def counted(case: RankCase) -> dict[str, Counter[str]]:
     lines: dict[str, Counter[str]] = {}
     plain = Counters.operation
 
-    def operation(counters: Counters) -> None:
-        plain(counters)
-        lines.setdefault(counters._phase(), Counter())[caller()] += 1
+    def operation(self: Counters) -> None:
+        plain(self)
+        lines.setdefault(self._phase(), Counter())[caller()] += 1
 
     Counters.operation = operation
     result = simulate_rank(case)
@@ -87,7 +87,7 @@ def per_layer(case: RankCase) -> dict[str, Counter[str]]:
 
 def main() -> None:
     """Count, print and record."""
-    parser = record.parser(__doc__)
+    parser = record.parser(__doc__ or "")
     parser.add_argument("recipe", help="name of a recipe")
     parser.add_argument("overrides", nargs="*", help="keys that replace the recipe's")
     parser.add_argument("--transformer-engine", type=Path, help="as for mppo-simulate")

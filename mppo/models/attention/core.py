@@ -35,20 +35,20 @@ _QUERY_BLOCK = 512
 
 
 class _Rearrange(torch.autograd.Function):
-    """``x[index]`` for an ``index`` without repeats; index ``len(x)`` reads zeros.
+    """``x[index]`` for an ``index`` without repeats; index ``len(x)`` (if ``padded``) reads zeros.
 
     The backward pass is a gather too (by ``inverse``), not a scatter-add.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor, padded: bool) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _take(x, index)
+        return _take(x, index) if padded else x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        return _take(grad, inverse), None, None
+        return _take(grad, inverse), None, None, None
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class PackedAttention(torch.nn.Module):
         out = [self._attend(rows, packing, q, k, v) for rows in packing.attention_rows]
         context = out[0] if len(out) == 1 else torch.cat(out)
         if not packing.contiguous:
-            context = _Rearrange.apply(context, packing.scatter, _tokens_by_slot(packing))
+            context = _Rearrange.apply(context, packing.scatter, packing.slots, False)
         return context.reshape(context.shape[0], 1, -1)
 
     def _attend(
@@ -145,8 +145,8 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """Attention of one group of sequences: ``[rows * width, heads, value_dim]``."""
         if not packing.contiguous:
-            inverse = _slots_by_token(rows, packing)
-            q, k, v = (_Rearrange.apply(x, rows.gather, inverse) for x in (q, k, v))
+            index = rows.gather, rows.inverse, rows.padded
+            q, k, v = (_Rearrange.apply(x, *index) for x in (q, k, v))
         q, k, v = (x.view(rows.rows, rows.width, *x.shape[1:]) for x in (q, k, v))
         return self._rows(q, k, v).flatten(0, 1)
 
@@ -293,21 +293,3 @@ def softcapped_attention(
     scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
     return weights.to(q.dtype) @ v
-
-
-def _tokens_by_slot(packing: Packing) -> Tensor:
-    """Token of each slot over all groups; ``T``, the zero row, for padded slots."""
-    return torch.cat([rows.gather for rows in packing.attention_rows])
-
-
-def _slots_by_token(rows: AttentionRows, packing: Packing) -> Tensor:
-    """Slot within ``rows`` of each token; the zero row for tokens of other groups."""
-    assert packing.scatter is not None, "a packing without context parallelism has slots"
-    first = 0
-    for other in packing.attention_rows:
-        if other is rows:
-            break
-        first += len(other.gather)
-    slot = packing.scatter - first
-    inside = (slot >= 0) & (slot < len(rows.gather))
-    return torch.where(inside, slot, len(rows.gather))

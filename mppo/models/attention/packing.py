@@ -25,11 +25,15 @@ class AttentionRows:
         width: padded length.
         gather: int64 ``[rows * width]``, the token of the micro-batch in each slot; ``T`` for a
             padded slot (the caller appends one row of zeros).
+        inverse: int64 ``[T]``, the slot of each token; ``rows * width`` for tokens of other groups.
+        padded: whether a slot is.
     """
 
     rows: int
     width: int
     gather: Tensor
+    inverse: Tensor
+    padded: bool
 
 
 @dataclass(kw_only=True)
@@ -47,6 +51,7 @@ class Packing(PackedSeqParams):
         attention_rows: groups that together cover every token once.
         scatter: int64 ``[T]``, slot of each token in the concatenated rows of all groups; None
             under context parallelism.
+        slots: its inverse, the concatenated ``gather`` of all groups; None as ``scatter``.
         contiguous: whether there is one group, with its tokens in order and without padding.
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
             tensors except ``cu_seqlens`` refer to local tokens.
@@ -58,6 +63,7 @@ class Packing(PackedSeqParams):
     origin: Tensor
     attention_rows: tuple[AttentionRows, ...] = ()
     scatter: Tensor | None = None
+    slots: Tensor | None = None
     contiguous: bool = False
     context: ContextSplit | None = None
     logits_to_keep: Tensor | None = None
@@ -65,8 +71,10 @@ class Packing(PackedSeqParams):
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the model reads."""
-        found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.logits_to_keep]
-        return [x for x in found if x is not None] + [rows.gather for rows in self.attention_rows]
+        found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.slots,
+                 self.logits_to_keep]  # fmt: skip
+        found += [x for rows in self.attention_rows for x in (rows.gather, rows.inverse)]
+        return [x for x in found if x is not None]
 
     def on_device(self) -> Packing:
         """Its copy on this rank's device."""
@@ -77,6 +85,7 @@ class Packing(PackedSeqParams):
         rest = iter(tensors)
         cu_seqlens, positions, origin = next(rest), next(rest), next(rest)
         scatter = None if self.scatter is None else next(rest)
+        slots = None if self.slots is None else next(rest)
         keep = None if self.logits_to_keep is None else next(rest)
         return replace(
             self,
@@ -85,8 +94,11 @@ class Packing(PackedSeqParams):
             positions=positions,
             origin=origin,
             scatter=scatter,
+            slots=slots,
             logits_to_keep=keep,
-            attention_rows=tuple(replace(rows, gather=next(rest)) for rows in self.attention_rows),
+            attention_rows=tuple(
+                replace(rows, gather=next(rest), inverse=next(rest)) for rows in self.attention_rows
+            ),
         )
 
 
@@ -134,9 +146,12 @@ def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
         gather = torch.where(offsets < length, first + offsets, total).flatten()
         # the inverse: where the output of each token comes from
         real = gather < total
-        scatter[gather[real]] = slot + torch.nonzero(real).flatten()
+        inverse = torch.full((total,), len(gather))
+        inverse[gather[real]] = torch.nonzero(real).flatten()
+        scatter = torch.where(inverse < len(gather), slot + inverse, scatter)
         slot += len(gather)
-        rows.append(AttentionRows(len(members), width, gather))
+        padded = not bool(real.all())
+        rows.append(AttentionRows(len(members), width, gather, inverse, padded))
     # one group in the original order: attention needs no rearrangement at all
     contiguous = len(rows) == 1 and bool((scatter == torch.arange(total)).all()) and slot == total
     cu_seqlens = cu_seqlens.int()
@@ -151,6 +166,7 @@ def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
         positions=positions,
         attention_rows=tuple(rows),
         scatter=scatter,
+        slots=torch.cat([group.gather for group in rows]),
         contiguous=contiguous,
         origin=origin,
     )
