@@ -1,7 +1,7 @@
 """Does the critic keep up: SAO on old samples and without its parts, and value pretraining.
 
     python benchmarks/critic_keeps_up.py [--seeds 0 1 2] [--steps 60] [--cases sao@8 ppo@8 ...]
-        [--runs FOLDER] [--out FILE]
+        [--earlier FILE] [--runs FOLDER] [--out FILE]
 
 A model of two layers (width 64) reverses words; the reward comes with the last token, 1 if all of
 the answer is right. Each seed draws a model and warms it up once; every case starts from it, with
@@ -20,8 +20,10 @@ letter of the answer (``letters_said.py``), so the tokens so far say more and mo
 batches are larger. How much of either reward any critic can explain is computed too: from each
 state of sampled answers the actor goes on several times, and what these differ by is unknowable.
 
-A finished run in ``--runs`` is not repeated. Writes ``<out>.json`` (reward and explained variance
-of every step), ``<out>.svg`` and ``<out>.md``.
+The rates were chosen with seed 0, the counted reward with seed 3: judge each by other seeds. A
+finished run in ``--runs`` is not repeated; the seeds of an ``--earlier`` result, but for seed 0,
+are put into the same tables. Writes ``<out>.json`` (reward and explained variance of every step),
+``<out>.svg`` and ``<out>.md``.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ SHOWN = {
     "without a part": ["sao@8", "no_dis@8", "k1@8", "no_freeze@8"],
 }
 """The cases of each plot."""
-LAST = 10
+LAST, TUNED = 10, 0
+"""Steps of the rewards that are compared; the seed that the rates were chosen with."""
 REWARD, EXPLAINED, HELD = "critic/score/mean", "critic/vf_explained_var", "critic/gate_batches"
 WORD, COUNT = "the whole word right", "the count of a letter"
 REWARDS: dict[str, Callable[[str, str], float]] = {
@@ -144,8 +147,8 @@ class Curves:
 
 Found = dict[str, Curves]
 """By case."""
-Limits = dict[str, list[float]]
-"""What a perfect critic would explain, by reward: of every seed."""
+Limits = dict[str, list[float | None]]
+"""What a perfect critic would explain, by reward: of every seed; None where it is undefined."""
 
 
 class LateEngine(local.LocalEngine):
@@ -229,8 +232,10 @@ def continued(model: Any, states: Sequence[list[int]], end: int) -> list[list[in
     return rows
 
 
-def explainable(folder: Path, seed: int, count: int) -> dict[str, float]:
+def explainable(folder: Path, seed: int, count: int) -> dict[str, float | None]:
     """The explained variance of a perfect critic, ``1 - E[var(R | state)] / var(R)``, by reward.
+
+    None where it is undefined, because all returns are equal.
 
     Over the states before each token of sampled answers, like ``critic/vf_explained_var``. The
     variance given a state is that of the scores of ``CONTINUED`` continuations.
@@ -257,7 +262,22 @@ def explainable(folder: Path, seed: int, count: int) -> dict[str, float]:
             own, *others = (score(text, example.answer) for text in texts)
             returns[name] += [own] * len(states)
             unknown[name] += torch.tensor(others).view(-1, CONTINUED).var(1).tolist()
-    return {name: 1 - mean(unknown[name]) / variance(returns[name]) for name in REWARDS}
+    found: dict[str, float | None] = {}
+    for name in REWARDS:
+        total = variance(returns[name])
+        found[name] = round(1 - mean(unknown[name]) / total, 4) if total else None
+    return found
+
+
+def add_earlier(found: Found, result: Path) -> list[int]:
+    """Add the curves of an earlier result; the seeds that were added."""
+    content = json.loads(result.read_text())
+    places = [place for place, seed in enumerate(content["seeds"]) if seed != TUNED]
+    for case, curves in found.items():
+        earlier = content["cases"][case]
+        curves.reward += [earlier["reward"][place] for place in places]
+        curves.explained += [earlier["explained"][place] for place in places]
+    return [content["seeds"][place] for place in places]
 
 
 def last(curve: Sequence[float]) -> float:
@@ -326,8 +346,9 @@ def plot(found: Found, limits: Limits, path: Path) -> None:
         for curve in found["values"].explained:
             axis.plot(range(1, len(curve) + 1), curve)
         axis.axhline(GATE, color="gray", linestyle=":", label="gate")
-        best = mean(limits[COUNT])
-        axis.axhline(best, color="black", linestyle="--", label="a perfect critic")
+        for best in (x for x in limits[COUNT] if x is not None):
+            axis.axhline(best, color="black", linestyle="--", linewidth=0.7)
+        axis.plot([], [], color="black", linestyle="--", label="a perfect critic, by seed")
         axis.set(title="value pretraining, by seed", xlabel="batch", ylabel="explained variance")
         axis.legend(loc="lower right")
     figure.tight_layout()
@@ -360,6 +381,7 @@ def main() -> None:
     known = [*STARTS, *CASES]
     parser.add_argument("--cases", nargs="+", default=known, choices=known)
     parser.add_argument("--answers", type=int, default=200, help="to see what can be explained")
+    parser.add_argument("--earlier", type=Path, help="a result (.json) of other seeds")
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     out = Path(__file__).parent / "results/critic_keeps_up"
     parser.add_argument("--out", type=Path, default=out, help="without ending")
@@ -377,8 +399,9 @@ def main() -> None:
             if limits:
                 model = Path(warmed_up(seed, arguments.warm_start, runs / str(seed)).split("=")[1])
                 for reward, share in explainable(model, seed, arguments.answers).items():
-                    limits[reward].append(round(share, 4))
-    write(found, limits, arguments.seeds, arguments.out)
+                    limits[reward].append(share)
+    added = add_earlier(found, arguments.earlier) if arguments.earlier else []
+    write(found, limits, [*arguments.seeds, *added], arguments.out)
     print(arguments.out.with_suffix(".md").read_text())
 
 
