@@ -44,8 +44,14 @@ COMMON = [
     "trainer.val_before_train=false",
     "trainer.sample_table_rows=0",
 ]
+ALONE = {
+    "gdpo": ("none", "rollout_is=off"),
+    "optimal_token_baseline": ("both full", "rollout_is=token"),
+    "tir_optimal_token_baseline": ("reward k1", "bypass_mode=true"),
+}
+"""Estimators that are tried with one row each: the KL terms and the correction of it."""
 FACTORS = {
-    "algorithm.adv_estimator": register.estimator.own,
+    "algorithm.adv_estimator": tuple(n for n in register.estimator.own if n not in ALONE),
     "actor.policy_loss.loss_mode": register.policy_loss.own,
     "actor.loss_agg_mode": ActorConfig.model_fields["loss_agg_mode"].annotation.__args__,
     "kl": ("none", "reward k1", "reward k3", "loss k3", "loss k2+", "both abs", "both full"),
@@ -83,6 +89,16 @@ def pairwise(factors: dict[str, tuple[str, ...]], seed: int = 0) -> list[dict[st
         missing -= best_covered
         rows.append(best)
     return rows
+
+
+def all_rows() -> list[dict[str, str]]:
+    """The pairwise table, and the rows of ``ALONE``."""
+    common = {"actor.policy_loss.loss_mode": "vanilla", "actor.loss_agg_mode": "token-mean"}
+    alone = [
+        {"algorithm.adv_estimator": name, **common, "kl": kl, "correction": correction}
+        for name, (kl, correction) in ALONE.items()
+    ]
+    return [*alone, *pairwise(FACTORS)]
 
 
 def overrides_of(row: dict[str, str]) -> list[str]:
@@ -195,13 +211,13 @@ def test_the_table_holds_every_pair():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("options")
-    start_ranks(_train_rows, (pairwise(FACTORS), str(out)), 2)
+    start_ranks(_train_rows, (all_rows(), str(out)), 2)
     return json.loads((out / "metrics.json").read_text())
 
 
 @pytest.mark.distributed
 def test_every_pair_of_options_trains_on_two_processes(found):
-    rows, results = pairwise(FACTORS), found["rows"]
+    rows, results = all_rows(), found["rows"]
     for row, metrics in zip(rows, results, strict=True):
         assert ("critic/vf_loss" in metrics) == (row["algorithm.adv_estimator"] == "gae")
         assert "actor/pg_loss" in metrics
