@@ -20,6 +20,7 @@ SMALLEST = {
     "convert.py": ["--model", "dense", "--gb", "0", "--hidden", "128", "--processes", "1",
                    "--rounds", "1", "--folder", "."],
     "ppo_step.py": ["--without-trl", "--dtypes", "float32", "--steps", "1", "--warm-up", "0"],
+    "trl_curves.py": ["--without-trl", "--seeds", "0", "--steps", "2"],
     "rollout.py": ["--repeat", "1", "--prompts", "2", "--response-length", "4"],
     "moe_step.py": ["speed", "--repeat", "1", "--sequences", "2", "--longest", "16"],
     "checkpoint.py": ["--repeat", "1", "--vocabulary", "512", "--hidden", "128", "--layers", "2",
