@@ -90,8 +90,6 @@ def main() -> None:
     """Write the table into the page, with today's date."""
     os.chdir(ROOT / "recipes")  # where the migration finds ./configs
     assert CONFIGS.is_dir()
-    # the model of a script that leaves it to the environment
-    os.environ.setdefault("LLM", "Moonlight-16B-A3B-Instruct")
     table = "".join(
         f"| `{counts[0]}` | {' | '.join(map(str, counts[1:]))} | {verdict} |\n"
         for counts, verdict in rows()
