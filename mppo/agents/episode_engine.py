@@ -365,10 +365,11 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
         return replace(Episode.sampled(prompt, nothing, "stop", 0), result=said)
     sequences = []
     for leaf in record.leaves:
-        context, tokens = leaf.context_ids, EpisodeTokens(leaf.ids, leaf.logprobs)
+        context, tokens = leaf.context_ids, EpisodeTokens(leaf.ids, leaf.logprobs, leaf.experts)
         same = torch.equal(context, prompt.token_ids)
         own = prompt if same else replace(prompt, token_ids=context)
-        sequences.append(Episode(own, leaf.parts, leaf.finish_reason, tokens=tokens))
+        found = leaf.parts, leaf.finish_reason, 0, tokens.routed, tokens
+        sequences.append(Episode(own, *found))
     *earlier, last = sequences
     reason = "length" if record.is_used_up else last.finish_reason
     return replace(last, finish_reason=reason, earlier=tuple(earlier), result=said)

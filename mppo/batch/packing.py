@@ -158,11 +158,16 @@ def _expand_versions(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
 
 def _concatenate_routing(held: Sequence[Episode], lengths: Sequence[int]) -> Tensor:
     """``Batch.routed_experts_T`` of episodes, whose sequences have these lengths."""
-    reported = [each.here.experts for each in held if each.here.experts is not None]
-    if not reported or len(reported) < len(held):
+    found = [each.here.experts for each in held]
+    shape = next((x.shape[1:] for x in found if x is not None), None)
+    lacking = any(x is None and each.length for x, each in zip(found, held, strict=True))
+    if shape is None or lacking:
         return torch.empty(sum(lengths), 0, 0, dtype=torch.int16)
     rows: list[Tensor] = []
-    for experts, length in zip(reported, lengths, strict=True):
-        missing = experts.new_full((length - len(experts), *experts.shape[1:]), -1)
-        rows += [experts.to(torch.int16), missing.to(torch.int16)]
+    for experts, length in zip(found, lengths, strict=True):
+        known = torch.empty(0, *shape) if experts is None else experts
+        rows += [
+            known.to(torch.int16),
+            known.new_full((length - len(known), *shape), -1).to(torch.int16),
+        ]
     return torch.cat(rows)

@@ -41,13 +41,12 @@ def pack_at_home(
         return batch
     sequences = [each for episode in episodes for each in episode.sequences]
     home_B = torch.tensor([each.home for each in sequences], dtype=torch.int32)
-    # expert choices are used only if all sequences have them
-    reported = {each.routed and each.routed[1:] for each in sequences}
+    # expert choices are used only if all sequences with a response have them
+    reported = {each.routed and each.routed[1:] for each in sequences if each.length}
     shape = (reported.pop() if len(reported) == 1 else None) or (0, 0)
     experts_T = batch.routed_experts_T
     if tuple(experts_T.shape[1:]) != shape:
-        tokens = len(batch.tokens_T) if 0 in shape else 0
-        experts_T = torch.empty(tokens, *shape, dtype=torch.int16)
+        experts_T = torch.full((len(batch.tokens_T), *shape), -1, dtype=torch.int16)
     return replace(batch, home_B=home_B, routed_experts_T=experts_T)
 
 

@@ -45,6 +45,8 @@ class Turn:
         finish_reason: "stop", "length", or "abort": the engine was interrupted, for example by an
             update of its weights, and is asked for the rest.
         cached: tokens before the turn that lay in the engine's prefix cache; None: it has none.
+        experts: int16 ``[tokens, layers, k]``, of all tokens of the text and the turn but the last,
+            -1: unknown; None: the engine does not report them.
     """
 
     ids: Tensor
@@ -52,6 +54,7 @@ class Turn:
     finish_reason: str
     version: int
     cached: int | None = None
+    experts: Tensor | None = None
 
 
 class EngineLost(RuntimeError):

@@ -61,6 +61,18 @@ def test_the_policy_trains_on_what_it_said_to_a_program(tmp_path):
 
 
 @pytest.mark.distributed
+def test_the_recipes_game_has_two_turns(tmp_path):
+    pytest.importorskip("gymnasium")
+    game = f"rollout.agent.run={ROOT}/recipes/agents/text_game.py:run"
+    keys = ["trainer.warm_start_steps=4", "data.train_size=64", "trainer.test_freq=-1", game]
+    rows = run_recipe("tiny_cpu_game.yaml", tmp_path, *smaller(2), *keys)
+    for row in rows:
+        assert row["conversation/turns/min"] == row["conversation/turns/max"] == 2
+        assert row["reward/errors"] == 0
+        assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
 def test_sequences_of_an_episode_are_dumped_and_replayed(tmp_path, compacting):
     scored = [*compacting, "reward_model.path=builtin:tiny-reward", "reward.weight=0.5"]
     rows = run_recipe(RECIPE, tmp_path / "run", *scored, "trainer.dump_rollouts=true")

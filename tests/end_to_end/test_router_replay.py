@@ -195,21 +195,41 @@ def test_the_engine_returns_two_experts_for_every_token_but_the_last(result) -> 
     assert known.max() == 5
 
 
-def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path) -> None:
+AGENT = """
+async def run(client, task):
+    messages = task["messages"]
+    for word in ("more", "and"):
+        if task["ground_truth"].endswith("1"):
+            raise ValueError("an episode without tokens")
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        messages = [*messages, said, {"role": "user", "content": word}]
+    return len(said["content"]) / 4
+"""
+
+
+@pytest.mark.parametrize("has_agent", [False, True])
+def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, has_agent: bool) -> None:
     from mppo.hub.builtin import resolve_model
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
+    (tmp_path / "agent.py").write_text(AGENT)
+    own = [
+        f"rollout.agent.run={tmp_path}/agent.py:run", "reward.on_error=0",
+        "data.max_response_length=32", f"rollout.stop_token_ids={list(range(10, 60))}",
+        f"rollout.start_timeout_s={START_S}", "rollout.server_args={max_total_tokens: 16384}",
+    ]  # fmt: skip
+    shared = ["rollout.mode=disaggregated", f"rollout.urls=[{server.url}]"]
     rows = run_recipe(
         "tiny_cpu_qwen_moe.yaml",
-        tmp_path,
+        tmp_path / "run",
         *smaller(2),
         f"model.path={server.model}",
         f"model.tokenizer_path={resolve_model('builtin:tiny', os.environ['MPPO_CACHE'])}",
         "trainer.warm_start_steps=0",
         "rollout.name=sglang",
-        "rollout.mode=disaggregated",
-        f"rollout.urls=[{server.url}]",
         "actor.router_replay=R3",
+        *(own if has_agent else shared),
         **{API_KEY_VARIABLE: KEY},
     )
     assert len(rows) == 2
@@ -218,3 +238,5 @@ def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path) -> None:
         assert row["actor/grad_norm"] > 0
         assert "critic/moe/max_vio" in row
     assert rows[0]["actor/moe/replay_differing"] > 0.01
+    if has_agent:
+        assert all(row["conversation/prefix_hit_rate"] > 0 for row in rows)

@@ -33,6 +33,11 @@ class _Waiting:
     answer: asyncio.Future[Turn]
 
 
+def marks_of(ids: Sequence[int]) -> torch.Tensor:
+    """In place of a token's experts its id and position, for all tokens but the last."""
+    return torch.tensor(list(zip(ids[:-1], range(len(ids)))), dtype=torch.int16)[:, None]
+
+
 @dataclass
 class PolicyGenerator:
     """``builtin:tiny``, a ``Generator``; the requests that wait are sampled as one batch.
@@ -96,7 +101,8 @@ class PolicyGenerator:
             count = int(found.length_R[i])
             reason = "stop" if found.stopped_R[i] else "length"
             ids, logprobs = found.tokens[i, :count], found.logprobs[i, :count]
-            turn = Turn(ids.clone(), logprobs.clone(), reason, self.version)
+            experts = marks_of([*row.given, *ids.tolist()])
+            turn = Turn(ids.clone(), logprobs.clone(), reason, self.version, experts=experts)
             self.sampled.append(Sampled(row.given, turn, row.session))
             row.answer.set_result(turn)
 

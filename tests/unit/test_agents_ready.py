@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
@@ -143,6 +144,23 @@ def test_a_game_of_gymnasium(tmp_path, monkeypatch):
     ]  # fmt: skip
     lost, _ = asyncio.run(played("text_game.py", ["4"], **game, settings={"lives": 1}))
     assert (lost.reward, lost.numbers) == (0.0, {"steps": 1, "ended": 1})
+
+
+def test_only_the_second_turn_wins_the_recipes_game(monkeypatch):
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(AGENTS)
+    game = gymnasium.make("doors:Doors-v0")
+    for first, seed in itertools.product("1234", range(20)):
+        won = []
+        for door in "1234":
+            game.reset(seed=seed)
+            letter, *nothing = game.step(first)
+            assert nothing[:3] == [0.0, False, False]
+            _, reward, ended, *_ = game.step(door)
+            assert ended
+            assert reward == float("1234"["ABCD".index(letter)] == door)
+            won.append(reward)
+        assert sum(won) == 1
 
 
 async def asked_by_smolagents(smolagents, texts: list[str]):

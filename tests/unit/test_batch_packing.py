@@ -87,3 +87,12 @@ def test_a_batch_without_token_rewards_stores_none():
     batch = pack_episodes([STOPPED, CUT])
     assert batch.token_rewards_T.shape == batch.response_mask_T.shape
     assert batch.token_rewards_T.untyped_storage().nbytes() == 4, "one number for all tokens"
+
+
+def test_a_sequence_without_a_response_lacks_no_experts():
+    chosen = torch.arange(4, dtype=torch.int16).view(4, 1, 1)
+    routed = STOPPED.with_experts(chosen)
+    packed = pack_episodes(with_scores([EMPTY, routed], [ResponseScore(0.0)] * 2))
+    assert packed.routed_experts_T.flatten().tolist() == [-1, 0, 1, 2, 3, -1]
+    lacking = pack_episodes(with_scores([CUT, routed], [ResponseScore(0.0)] * 2))
+    assert lacking.routed_experts_T.shape[1:] == (0, 0)

@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from open_endpoint import OpenEndpoint, open_endpoint, turns_of
-from policy_generator import PolicyGenerator, Sampled
+from policy_generator import PolicyGenerator, Sampled, marks_of
 
 from mppo.agents.endpoint.session import Limits, Session
 from mppo.agents.endpoint.turn import Turn
@@ -148,6 +148,9 @@ async def one_tree(running: OpenEndpoint, http: httpx.AsyncClient, seed: int) ->
     ]
     kept = as_kept(sampled, agent.read)
     found = turns_of(record.leaves, kept)
+    for leaf in record.leaves:
+        assert leaf.experts is not None
+        assert leaf.experts.equal(marks_of([*leaf.context_ids.tolist(), *leaf.ids.tolist()]))
     assert len(found) == record.turns
     missing = Counter(map(identity, agent.read)) - Counter(map(identity, found))
     assert not missing, "an answer that was read is in no leaf"

@@ -247,7 +247,7 @@ class Session:
     async def _sample(self, context: Sequence[int], most: int) -> SampledTurn:
         """A turn; an engine that is interrupted is asked for the rest."""
         ids: list[int] = []
-        logprobs, parts, reason = [], [], "abort"
+        logprobs, parts, reason, experts = [], [], "abort", None
         while reason == "abort" and len(ids) < most:
             tokens = [*context, *ids]
             try:
@@ -258,7 +258,7 @@ class Session:
             ids += turn.ids.tolist()
             logprobs.append(turn.logprobs)
             parts.append((turn.version, len(turn.ids)))
-            reason = turn.finish_reason
+            reason, experts = turn.finish_reason, turn.experts
             if not len(turn.ids):
                 await asyncio.sleep(_PAUSE_S)
         self.failure = None if ids else "the engine generated no token"
@@ -266,7 +266,7 @@ class Session:
             raise Refusal(503, "the engine generated no token")
         reason = "length" if reason == "abort" else reason
         found = torch.tensor(ids, dtype=torch.int32), torch.cat(logprobs).float()
-        return SampledTurn(*found, merged_parts(parts), reason)
+        return SampledTurn(*found, merged_parts(parts), reason, experts)
 
     def _choice(self, ask: Ask, place: _Place, turn: SampledTurn) -> Choice:
         """Add a turn to the tree."""
@@ -323,8 +323,10 @@ def cut_at(
     for version, count in turn.parts:
         parts.append((version, min(count, left)))
         left -= parts[-1][1]
-    ids, logprobs = turn.ids[:high], turn.logprobs[:high]
-    return SampledTurn(ids, logprobs, merged_parts(parts), "stop"), first(high)
+    ids, logprobs, experts = turn.ids[:high], turn.logprobs[:high], turn.experts
+    if experts is not None:
+        experts = experts[: len(experts) - len(turn.ids) + high]
+    return SampledTurn(ids, logprobs, merged_parts(parts), "stop", experts), first(high)
 
 
 def shown_text(

@@ -11,7 +11,7 @@ log-probabilities stay as the engine sampled them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Leaf(ComparedByValue):
         logprobs: float32 ``[L]``, 0 for others' tokens.
         parts: (version of the weights, number of tokens) in order; ``NO_WEIGHTS`` for others'.
         finish_reason: of the last turn.
+        experts: int16 ``[C + L - 1, layers, k]``, by which the engine computed the tokens; None: it
+            does not report them.
     """
 
     context_ids: Tensor
@@ -38,6 +40,7 @@ class Leaf(ComparedByValue):
     logprobs: Tensor
     parts: tuple[Part, ...]
     finish_reason: str
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +51,15 @@ class SampledTurn:
         ids, logprobs: int32 and float32 ``[N]``, N at least 1.
         parts: (version of the weights, number of tokens) in order.
         finish_reason: "stop" or "length".
+        experts: int16 ``[tokens, layers, k]``, of all tokens before its last one; in a tree those
+            from the last token of the turn before.
     """
 
     ids: Tensor
     logprobs: Tensor
     parts: tuple[Part, ...]
     finish_reason: str
+    experts: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -150,9 +156,11 @@ class TokenTree:
         """Add a turn of the policy; see ``TurnNode``."""
         assert len(turn.ids), "a turn has at least one token"
         ids = torch.tensor(given, dtype=torch.int32)
-        node = TurnNode(parent, ids, turn, tuple(asked), answer, key)
         if parent is not None:
             parent.children += 1
+            if turn.experts is not None:  # what was known before is by what the engine sampled
+                turn = replace(turn, experts=turn.experts[parent.length - 1 :].clone())
+        node = TurnNode(parent, ids, turn, tuple(asked), answer, key)
         self._nodes[node] = None
         self._by_key.setdefault(key, []).append(node)
         return node
@@ -205,12 +213,14 @@ def _leaf(shared: Sequence[TurnNode], own: Sequence[TurnNode]) -> Leaf:
         ids.append(node.turn.ids)
         logprobs.append(node.turn.logprobs)
         parts += node.turn.parts
+    experts = [node.turn.experts for node in (*shared, *own) if node.turn.experts is not None]
     return Leaf(
         context_ids=torch.cat(context),
         ids=torch.cat(ids),
         logprobs=torch.cat(logprobs),
         parts=merged_parts(parts),
         finish_reason=own[-1].turn.finish_reason,
+        experts=torch.cat(experts) if experts else None,
     )
 
 

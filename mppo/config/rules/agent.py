@@ -62,18 +62,12 @@ def whitened_rewards_have_one_sequence(context: RuleContext) -> Iterator[ConfigI
 
 @rule("rollout.agent", "actor.router_replay")
 def conversations_have_no_engine_routing(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Experts that the engine chose are not collected over several turns.
-
-    SGLang keeps them by slots of its prefix cache: a turn whose context lies in the cache gets the
-    choices of whichever request filled the slots, and not those by which the turn was computed.
-    """
+    """Only the endpoint's sessions keep the experts by which each turn was computed."""
     actor, agent = context.recipe.actor, context.recipe.rollout.agent
-    if agent is not None and actor.router_replay == "R3":
-        why = (
-            "with rollout.agent: a turn's context lies in the engine's prefix cache, and has the "
-            "experts of the request that filled it"
-        )
-        yield ConfigIssue("actor.router_replay", "R3", why, "set it to R2 or disabled")
+    if agent is not None and agent.path is not None and actor.router_replay == "R3":
+        why = "with rollout.agent.path: the experts of a conversation's turns are not kept"
+        fix = "use rollout.agent.run or .command, or set it to R2 or disabled"
+        yield ConfigIssue("actor.router_replay", "R3", why, fix)
 
 
 @rule("rollout.agent", "data.apply_chat_template")

@@ -80,8 +80,10 @@ class SGLangEngine:
     ) -> None:
         self._routing = routing
         if routing is not None:
-            # prompts that share a cached prefix get the experts of only one of them
-            arguments = {"disable_radix_cache": True, **sglang_options(rollout.server_args)}
+            # prompts that share a cached prefix get the experts of only one of them; a session's
+            # next turn is computed from the cache, and so by the experts that the session has kept
+            cached = rollout.runs_programs
+            arguments = {"disable_radix_cache": not cached, **sglang_options(rollout.server_args)}
             arguments["enable_return_routed_experts"] = True
             rollout = rollout.model_copy(update={"server_args": arguments})
         self._rollout, self._rank, self._world = rollout, rank, world
@@ -322,8 +324,8 @@ class SGLangEngine:
         """See ``RolloutEngine.turns``."""
         self._wait()
         version = self._restore()
-        at_once = self._rollout.batch_size
-        return ServerTurns(self.fleet, version, self._stops, self._vocab_size, at_once)
+        how = self._stops, self._vocab_size, self._rollout.batch_size, self._routing
+        return ServerTurns(self.fleet, version, *how)
 
     # ---- memory and end
 

@@ -7,11 +7,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import torch
+from torch import Tensor
+
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts
+from mppo.rollout.sglang.server_response import ServerResponse
 from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 
@@ -21,6 +26,7 @@ class ServerTurns:
     Args:
         version: of the weights that they all hold.
         calls: requests at the same time on each server.
+        routing: shape of the routed experts in each turn; None: none.
     """
 
     at_once = 1
@@ -32,8 +38,9 @@ class ServerTurns:
         stop_tokens: tuple[int, ...],
         vocab_size: int,
         calls: int,
+        routing: RoutingShape | None = None,
     ) -> None:
-        self._fleet, self._version = fleet, version
+        self._fleet, self._version, self._routing = fleet, version, routing
         self._stops, self._vocab_size = stop_tokens, vocab_size
         self.calls = calls * max(1, len(fleet.mine))
         self._aborting = threading.Event()
@@ -69,7 +76,8 @@ class ServerTurns:
     def _ask(self, api: SGLangApi, request: TurnRequest, sampling: SamplingConfig) -> Turn:
         stops = sorted({*self._stops, *sampling.stop_token_ids})
         parameters = sampling_parameters(sampling, request.max_tokens, stops)
-        (answer,) = api.generate([request.token_ids.tolist()], parameters)
+        routed = self._routing is not None
+        (answer,) = api.generate([request.token_ids.tolist()], parameters, routed)
         if answer.weight_version != str(self._version):
             why = f"has weights of version {answer.weight_version}, not {self._version}"
             raise ServerLost(api.url, why)
@@ -77,7 +85,17 @@ class ServerTurns:
             raise ServerLost(api.url, fault)
         answer = answer.with_final_reason(stops)
         found = answer.tokens, answer.logprobs, answer.reason
-        return Turn(*found, self._version, answer.cached)
+        experts = self._experts(len(request.token_ids) + len(answer.tokens) - 1, answer)
+        return Turn(*found, self._version, answer.cached, experts)
+
+    def _experts(self, tokens: int, answer: ServerResponse) -> Tensor | None:
+        """See ``Turn``; those of an aborted turn come with the rest of it."""
+        shape = self._routing
+        if shape is None:
+            return None
+        if answer.reason == "abort":
+            return torch.full((tokens, shape.layers, shape.experts), -1, dtype=torch.int16)
+        return decode_routed_experts(answer.routed_experts, shape, tokens)
 
 
 def _server_of(session: str, apis: Mapping[int, SGLangApi]) -> int:

@@ -36,7 +36,7 @@ AGENTS = [
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"},{\"path\":\"f:g\",\"name\":\"e\"}]",
      "rollout.agent.tools", "two tools have one name"),
     ("experts of an engine over turns", "rollout.agent.path=a:b model.path=builtin:tiny-moonlight "
-     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "prefix cache"),
+     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "are not kept"),
 ]  # fmt: skip
 
 CODE = [
