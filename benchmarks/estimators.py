@@ -84,6 +84,7 @@ def outputs_of(sequences: int, tokens: int) -> Outputs:
         scores_B=torch.randn(sequences, generator=generator),
         truncated_B=torch.zeros(sequences, dtype=torch.bool),
         weight_version_T=torch.zeros(total, dtype=torch.int64),
+        parts_B=torch.randn(sequences, 2, generator=generator),
     )
     return Outputs(batch, -random().abs(), -random().abs(), random())
 
@@ -114,7 +115,8 @@ def run(sequences: int, tokens: int, repeat: int) -> dict[str, object]:
     baseline_B = torch.zeros(sequences)
 
     def estimation(name: str) -> Callable[[], object]:
-        algorithm = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=True)
+        options = {"gdpo_reward_keys": ("right", "short")} if name == "gdpo" else {}
+        algorithm = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=True, **options)
         return lambda: estimate(outputs, algorithm, 0.1, baseline_scores_B=baseline_B)
 
     for name in ESTIMATORS:

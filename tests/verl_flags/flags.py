@@ -40,10 +40,10 @@ def read_flags() -> tuple[list[Flag], list[Flag]]:
     return scripts, others
 
 
-def read_scripts() -> dict[str, list[str]]:
+def read_scripts(file: str = "scripts.txt") -> dict[str, list[str]]:
     """The settings of each script, by script name."""
     found: dict[str, list[str]] = {}
-    for line in (HERE / "scripts.txt").read_text().splitlines():
+    for line in (HERE / file).read_text().splitlines():
         if line.startswith("run_"):
             settings = found[line] = []
         elif line.startswith(" "):

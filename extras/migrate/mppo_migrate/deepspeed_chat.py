@@ -140,4 +140,5 @@ SYSTEM = System(
     rows=ROWS,
     derive=_derive,
     reward_model="critic_model_name_or_path",
+    extra=(Setting("data.apply_chat_template", False, "DeepSpeed-Chat's prompts are plain text"),),
 )

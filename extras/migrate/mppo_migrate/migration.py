@@ -113,7 +113,7 @@ def migrate_flags(system: System, commands: Sequence[Command], ranks: int | None
     values = {
         system.dotted.get(name, name): value for name, value in words.items() if name in system.rows
     }
-    flags = Flags(values, system.rows, 1, any("." in name for name in words))
+    flags = Flags(values, system.rows, 1, any("." in name for name in words), first)
     nodes, per_node = _ranks(system, flags, launcher, command, ranks, result)
     flags.ranks = nodes * per_node
     _add_origin(result, system, flags, nodes, per_node)

@@ -89,12 +89,14 @@ class Flags:
         rows: the system's table.
         ranks: processes (GPUs) that the command starts.
         dotted: whether the command has flags with dots.
+        program: the script or module that is started.
     """
 
     values: dict[str, Any]
     rows: Mapping[str, Row]
     ranks: int
     dotted: bool = False
+    program: str = ""
     problems: list[tuple[str, str]] = field(default_factory=list)
     """Flags whose value cannot be computed with, and why."""
 

@@ -15,13 +15,17 @@ from mppo_migrate.values import both, data_set_files, decay, given, trackers
 _LORA = Without("LoRA is not supported: all weights are trained")
 _OTHERS = r"(bco|cpo|dpo|gkd|grpo|gspo|kto|nash_md|online_dpo|orpo|prm|reward|rloo|sft|xpo)"
 """TRL's trainers without PPO, as its command and its scripts name them."""
+_DEFAULT_MODEL = "EleutherAI/pythia-160m"
+"""PPOConfig's policy, and its reward model, to which transformers adds a head of random weights."""
+_PLAIN_DATA = "hf:trl-internal-testing/descriptiveness-sentiment-trl-style:descriptiveness"
+"""What ppo.py reads unless the command says it; its prompts are plain text."""
 _HUB = Without("nothing is uploaded; trainer.export_hf writes a Hugging Face folder")
 
 
 ROWS = {
     "model_name_or_path": Operand(),
-    "sft_model_path": Operand(),
-    "reward_model_path": to("reward_model.path"),
+    "sft_model_path": Operand(_DEFAULT_MODEL),
+    "reward_model_path": Operand(_DEFAULT_MODEL),
     "value_model": to("critic.path"),
     "per_device_train_batch_size": Operand(8),
     "gradient_accumulation_steps": Operand(1),
@@ -104,15 +108,15 @@ ROWS = {
 
 def _derive(flags: Flags) -> Iterator[Setting]:
     """Models, batch, penalty and data."""
-    model, start = flags.get("model_name_or_path"), flags.get("sft_model_path")
-    if start or model:
-        origin = "--sft_model_path" if start else "--model_name_or_path"
-        yield Setting("model.path", start or model, origin)
-    if start and model and start != model:
+    policy, reward = flags.get("sft_model_path"), flags.get("reward_model_path")
+    yield Setting("model.path", policy, _origin(flags, "sft_model_path"))
+    if (model := flags.get("model_name_or_path")) and model != policy:
         yield Setting("model.tokenizer_path", model, "--model_name_or_path")
-    reward = flags.values.get("reward_model_path")
-    if reward and "value_model" not in flags:
-        yield Setting("critic.path", reward, "--reward_model_path: TRL's critic starts from it")
+    origin = _origin(flags, "reward_model_path")
+    head = "" if "reward_model_path" in flags else ", with a head of random weights"
+    yield Setting("reward_model.path", reward, f"{origin}{head}")
+    if "value_model" not in flags:
+        yield Setting("critic.path", reward, f"{origin}: TRL's critic starts from it")
     micro, steps = (
         flags.get("per_device_train_batch_size"),
         flags.get("gradient_accumulation_steps"),
@@ -133,6 +137,18 @@ def _derive(flags: Flags) -> Iterator[Setting]:
         yield Setting("reward.missing_eos_score", value, "--non_eos_penalty")
     if flags.get("dataset_name"):
         yield from _data_sets(flags)
+    elif not _is_tldr(flags):
+        yield Setting("data.train_files", [_PLAIN_DATA], "ppo.py's own")
+    if not _is_tldr(flags):
+        yield Setting("data.apply_chat_template", False, "ppo.py's prompts are plain text")
+
+
+def _is_tldr(flags: Flags) -> bool:
+    return "tldr" in flags.program
+
+
+def _origin(flags: Flags, name: str) -> str:
+    return f"--{name}" if name in flags else f"PPOConfig's default of --{name}"
 
 
 def _data_sets(flags: Flags) -> Iterator[Setting]:

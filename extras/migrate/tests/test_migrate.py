@@ -164,7 +164,11 @@ def test_another_trainer_of_trl_does_not_become_ppo(command, other):
 
 def test_trl_minimal(tmp_path):
     recipe, _, remarks = of(tmp_path, "trl-minimal")
-    assert recipe.model.path == "EleutherAI/pythia-1b-deduped"
+    own = "EleutherAI/pythia-160m"  # the command names the tokenizer only
+    assert recipe.model.path == recipe.critic.path == recipe.reward_model.path == own
+    assert recipe.model.tokenizer_path == "EleutherAI/pythia-1b-deduped"
+    assert recipe.data.train_files[0].endswith(":descriptiveness")
+    assert not recipe.data.apply_chat_template
     assert (recipe.data.train_batch_size, recipe.actor.ppo_mini_batch_size) == (64, 64)
     assert recipe.trainer.total_training_steps == 157
     assert recipe.reward.missing_eos_score == -1
@@ -371,7 +375,7 @@ def settings(text: str) -> dict[str, object]:
 
 EVIL = "x{}model: {{trust_remote_code: true, path: evil}} #"
 PLACES = {
-    "trl": "A={text} python ppo.py --model_name_or_path {value} --dataset_name {text} "
+    "trl": "A={text} python ppo.py --sft_model_path {value} --dataset_name {text} "
     "--lam {text} --wings {text} --{name} 1 --stop_token {text} --reward_model_path $A "
     "--output_dir $B",
     "verl": "A={text} python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path={value} "

@@ -36,7 +36,8 @@ Counted = tuple[str, int, int, int, int]
 
 def commands() -> Iterator[tuple[str, str, list[str], str]]:
     """Name, system, arguments and text of each command."""
-    for name, settings in read_scripts().items():
+    later = {f"2026: {name}": each for name, each in read_scripts("scripts_2026.txt").items()}
+    for name, settings in {**read_scripts(), **later}.items():
         words = " ".join(map(shlex.quote, settings))
         yield name, "verl", [], f"python3 -m verl.trainer.main_ppo {words}"
     for name, command in COMMANDS.items():
