@@ -284,9 +284,7 @@ def _outcome_advantages(
     episodes, length_B = batch.episodes, batch.response_B.to(mask_T.dtype)
     if algorithm.adv_estimator == "gdpo":
         last_E = episodes.last_E
-        weight_K = torch.tensor(
-            algorithm.gdpo_reward_weights or [1.0] * len(algorithm.gdpo_reward_keys)
-        )
+        weight_K = torch.tensor(algorithm.gdpo_reward_weights or [1.0] * batch.parts_B.shape[1])
         by_std = algorithm.norm_adv_by_std_in_grpo
         advantage_E = gdpo(batch.parts_B[last_E], batch.group_B[last_E], weight_K, by_std)
         advantage_H = batch.here(advantage_E[episodes.of_B])

@@ -251,9 +251,9 @@ def pack_where_responses_arrived() -> None:
             assert torch.equal(value, other), field.name
             assert value.dtype == other.dtype, field.name
     # one response without expert choices: nobody uses them
-    _, second, *others = episodes
-    tokens = second.tokens and replace(second.tokens, experts=None)
-    some = [replace(second, routed=None, tokens=tokens), *others]
+    _, _, third, *others = episodes
+    tokens = third.tokens and replace(third.tokens, experts=None)
+    some = [replace(third, routed=None, tokens=tokens), *others]
     without = pack_at_home(some)
     assert without.routed_experts_T.shape == (len(without.tokens_T), 0, 0)
 

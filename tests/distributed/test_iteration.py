@@ -294,7 +294,9 @@ def test_the_first_step_is_the_same_with_and_without_a_batch_ahead(results):
     _, plain, ahead, _, _ = results[2]
     for step, same in ((1, True), (3, False)):
         one, other = (_model(run, step) for run in (plain, ahead))
-        assert all(torch.equal(other[name], tensor) for name, tensor in one.items()) == same
+        # the probabilities of responses that were generated beside others may round differently
+        differ = max(float((other[name] - tensor).abs().max()) for name, tensor in one.items())
+        assert (differ < 1e-5) == same, differ
 
 
 def test_a_resumed_run_trains_on_the_prefetched_batch(results):

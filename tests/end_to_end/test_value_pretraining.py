@@ -77,17 +77,17 @@ except ValueError as error:
 else:
     raise AssertionError("the heads differ")
 
-gate = "trainer.value_gate={explained_var: 0.3, batches: 2}"
+gate = "trainer.value_gate={explained_var: 0.2, batches: 2}"
 held = mppo.train(recipe("values", *stage, gate, "trainer.total_epochs=20"), reward=reward)
 rows = mppo.read_run(held.folder).metrics
 assert held.gate_held and held.steps < 120 and held.steps % 6 in (5, 0), held
 assert held.metrics["critic/gate_batches"] == 2
 for row in rows[-1:]:
-    assert min(row["critic/vf_explained_var"], row["critic/vf_explained_var_by_episode"]) >= 0.3
+    assert min(row["critic/vf_explained_var"], row["critic/vf_explained_var_by_episode"]) >= 0.2
 assert mppo.read_run(held.folder).status.status == "finished"
 
 ppo = mppo.train(recipe("ppo", short + "1", f"critic.path={held.folder}/critic"), reward=reward)
-assert ppo.metrics["critic/vf_explained_var"] > 0.2, ppo.metrics["critic/vf_explained_var"]
+assert ppo.metrics["critic/vf_explained_var"] > 0.1, ppo.metrics["critic/vf_explained_var"]
 print("done")
 """
 

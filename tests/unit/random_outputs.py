@@ -35,6 +35,7 @@ def outputs_of(lengths, scores=None, seed=0, prompt=1, samples=2):
         rollout_logprobs_T=-random().abs(),
         group_B=torch.arange(count) // samples,
         scores_B=torch.as_tensor(scores, dtype=torch.float32),
+        parts_B=torch.as_tensor(scores, dtype=torch.float32)[:, None],
         truncated_B=torch.arange(count) % 2 == 1,
         weight_version_T=torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64),
     )

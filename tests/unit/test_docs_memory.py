@@ -29,13 +29,16 @@ def shown() -> list[Shown]:
     found: list[Shown] = []
     variables: dict[str, str] = {}
     is_output = False
+
+    def filled(text: str) -> str:
+        return re.sub(r"\$(\w+)", lambda name: variables[name[1]], text)
+
     for line in PAGE.read_text().splitlines():
         text = line.removeprefix("    ").rstrip()
         if setting := re.fullmatch(r'\$ (\w+)="(.*)"', text):
-            variables[setting[1]] = setting[2]
+            variables[setting[1]] = filled(setting[2])
         elif text.startswith("$ "):
-            filled = re.sub(r"\$(\w+)", lambda name: variables[name[1]], text[2:])
-            found.append(Shown(filled, []))
+            found.append(Shown(filled(text[2:]), []))
             is_output = True
         elif text and not line.startswith("    "):
             is_output = False

@@ -10,6 +10,7 @@ from bad_recipe import GOOD, assert_one_fault, refusal
 from mppo import register
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
+from mppo.config.sections.algorithm import TOKEN_BASELINES
 from mppo.register import REGISTRIES, RegistrationError, Registry
 from mppo.safety.input_error import InputError
 
@@ -49,7 +50,7 @@ def test_every_name_of_ours_has_its_function():
     import mppo.trainer.metrics
     import mppo.trainer.update.objectives  # noqa: F401
 
-    of_tokens = {"gae", "reinforce_plus_plus", "remax"}
+    of_tokens = {"gae", "reinforce_plus_plus", "remax", "gdpo", *TOKEN_BASELINES}
     assert register.estimator.keys() == set(register.estimator.own) - of_tokens
     assert register.policy_loss.keys() == set(register.policy_loss.own)
     assert {*register.verifier, "code"} == set(register.verifier.own)

@@ -43,6 +43,7 @@ def outputs_of(lengths, scores, prompt=1, seed=None):
         scores_B=torch.tensor(scores),
         truncated_B=torch.zeros(len(lengths), dtype=torch.bool),
         weight_version_T=torch.zeros(len(mask), dtype=torch.int64),
+        parts_B=torch.tensor(scores)[:, None],
     )
     return Outputs(batch, drawn(), drawn(), drawn())
 
@@ -60,6 +61,7 @@ BY_HAND = {
     "reinforce_plus_plus": [1, 3, 5, 9],
     # group means 2 and 7, unbiased deviations sqrt 2 and 2 sqrt 2
     "grpo": [-HALF, HALF, -HALF, HALF],
+    "gdpo": [-HALF, HALF, -HALF, HALF],  # of one part, the score
     # the best one's lead, 2 and 4, by these deviations
     "grpo_passk": [0, 2 * HALF, 0, 2 * HALF],
     "dr_grpo": [-1, 1, -2, 2],
@@ -73,7 +75,11 @@ BY_HAND = {
     "opo": [-2 / 3, 4 / 3, -3, 1],
     # no score is 0: alpha 1; f_norm 2
     "gpg": [-0.5, 0.5, -1, 1],
+    # baselines 2 and 7 of equal weights; none past the end of the other response
+    "optimal_token_baseline": [[-1, 1], 1, -2, [2, 9, 9]],
+    "tir_optimal_token_baseline": [[-1, 1], 1, -2, [2, 9, 9]],
 }
+"""The advantage of each response's tokens."""
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -85,7 +91,8 @@ def test_every_estimator_by_hand(estimator):
     experience = estimate(outputs, algorithm, 0.0, baseline_scores_B=greedy)
     rows = of_responses(experience.advantages_T, outputs)
     for row, n, value in zip(rows, lengths, BY_HAND[estimator], strict=True):
-        assert row == pytest.approx([value] * n, abs=2e-6)
+        expected = value if isinstance(value, list) else [value] * n
+        assert row == pytest.approx(expected, abs=2e-6)
     assert not experience.advantages_T[outputs.batch.response_mask_T == 0].any()
 
 
