@@ -46,7 +46,8 @@ def test_a_case_of_an_earlier_version_is_read(tmp_path):
     expected = named_tensors(experience)
     assert {f.name for f in fields(Experience)} - {"old"} <= expected.keys()
     for name, tensor in named_tensors(found).items():
-        assert torch.equal(tensor, expected[name]), name
+        known = expected[name] if name != "batch.parts_B" else torch.empty(3, 0)  # it had none
+        assert torch.equal(tensor, known), name
 
 
 @pytest.mark.parametrize(
