@@ -20,7 +20,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from math import comb
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,41 +29,40 @@ from record import parser, record
 ROOT = Path(__file__).resolve().parents[1]
 HELD_OUT, STEPS = 320, 24
 TEMPERATURES = (0.25, 0.5, 1.0)
-SETTINGS = [
-    "model.dtype=bfloat16",
-    "data.task=reasoning_gym:chain_sum",
-    "data.task_kwargs={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2,"
-    " allow_negation: false}",
-    "data.apply_chat_template=false",
-    "data.max_prompt_length=64",
-    "data.max_response_length=16",
-    "data.train_batch_size=36",
-    f"data.val_size={HELD_OUT}",
-    "reward.verifier=reasoning_gym",
-    "rollout.name=local",
-    "rollout.batch_size=40",
-]
-TRAINING = [
-    "actor.ppo_mini_batch_size=18",
-    "actor.ppo_micro_batch_size_per_gpu=18",
-    "actor.optim.lr=1e-5",
-    "critic.ppo_micro_batch_size_per_gpu=18",
-    "critic.optim.lr=2e-5",
-    "ref.ppo_micro_batch_size_per_gpu=18",
-    "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl={kl_coef: 0.002}",
-    f"trainer.total_training_steps={STEPS}",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-]
+RECIPE = f"""
+model: {{dtype: bfloat16}}
+data:
+  task: reasoning_gym:chain_sum
+  task_kwargs: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2, allow_negation: false}}
+  apply_chat_template: false
+  max_prompt_length: 64
+  max_response_length: 16
+  train_batch_size: 36
+  val_size: {HELD_OUT}
+actor:
+  ppo_mini_batch_size: 18
+  ppo_micro_batch_size_per_gpu: 18
+  optim: {{lr: 1.0e-5}}
+critic:
+  ppo_micro_batch_size_per_gpu: 18
+  optim: {{lr: 2.0e-5}}
+ref: {{ppo_micro_batch_size_per_gpu: 18}}
+rollout: {{name: local, batch_size: 40}}
+reward: {{verifier: reasoning_gym}}
+algorithm: {{use_kl_in_reward: true, kl_ctrl: {{kl_coef: 0.002}}}}
+trainer: {{total_training_steps: {STEPS}, val_before_train: false, test_freq: -1}}
+"""
 Right = list[bool]
 """Whether each held-out problem is solved."""
 
 
-def torchrun(program: str, settings: Sequence[str]) -> None:
+def torchrun(program: str, runs: Path, *settings: str) -> None:
     """Run a program of mppo on two processes."""
+    recipe = runs / "recipe.yaml"
+    recipe.write_text(RECIPE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*command, f"{ROOT}/mppo/{program}.py", *settings], check=True, cwd=ROOT)
+    command += [f"{ROOT}/mppo/{program}.py", "--config", str(recipe), *settings]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def evaluated(model: Path, file: Path, temperature: float = 0.0) -> Right:
@@ -72,7 +70,7 @@ def evaluated(model: Path, file: Path, temperature: float = 0.0) -> Right:
     if not file.exists():
         sampling = f"rollout.val_kwargs.temperature={temperature}"
         partly = file.with_suffix(".part")
-        torchrun("evaluate", ["--samples", str(partly), f"model.path={model}", *SETTINGS, sampling])
+        torchrun("evaluate", file.parent, "--samples", str(partly), f"model.path={model}", sampling)
         partly.rename(file)
     return [json.loads(line)["right"] for line in file.read_text().splitlines()]
 
@@ -81,7 +79,7 @@ def trained(model: Path, run: Path, seed: int) -> list[float]:
     """Train once; the mean reward of the sampled responses by step."""
     own = [f"trainer.seed={seed}", f"trainer.default_local_dir={run}"]
     if not (run / "actor").exists():
-        torchrun("train", [f"model.path={model}", *SETTINGS, *TRAINING, *own])
+        torchrun("train", run.parent, f"model.path={model}", *own)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [round(row["critic/score/mean"], 4) for row in rows if "critic/score/mean" in row]
 
