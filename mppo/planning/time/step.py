@@ -310,13 +310,17 @@ def _formula(roles: Sequence[RolePasses], works: Sequence[RoleWork], stages: int
 
 def _work(role: RolePasses, stages: int) -> RoleWork:
     load, micro = role.load, role.training
+    reduce = max(role.reduction(stage) for stage in range(stages))
+    step = max(role.optimizer(stage).seconds for stage in range(stages))
+    if not role.beside:
+        reduce, step = 0.0, step + reduce
     return RoleWork(
         load.name,
         (micro.count,) * min(load.mini_batches, _SIMULATED),
         tuple(cost.seconds for cost in role.training_forward),
         tuple(cost.seconds for cost in role.training_backward),
-        reduce=max(role.reduction(stage) for stage in range(stages)),
-        step=max(role.optimizer(stage).seconds for stage in range(stages)),
+        reduce=reduce,
+        step=step,
         chunks=load.layout.vpp,
     )
 
