@@ -25,15 +25,41 @@ the published steps (benchmarks/predicted_time.py)."""
 
 
 @dataclass(frozen=True)
+class AgentTurns:
+    """How an agent and the policy take turns in an episode.
+
+    Args:
+        count: turns of the policy.
+        seconds: what the agent needs after each turn of the policy.
+        tokens: what it adds after each turn but the last.
+    """
+
+    count: float = 1.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def inserted(self) -> float:
+        """Tokens of a response that the policy did not make."""
+        return self.tokens * (self.count - 1)
+
+
+ONE_TURN = AgentTurns()
+
+
+@dataclass(frozen=True)
 class StepSequences:
     """The sequences of a step.
 
     Args:
         count: their number.
         prompt: mean tokens of a prompt.
-        response: mean tokens of a response.
+        response: mean tokens of a response, an agent's included.
         longest: greatest number of tokens of a response.
         samples: responses of a prompt.
+        known: ascending lengths of a run's responses; empty: only mean and maximum are known.
+        turns: of an agent.
+        cached: the engine computes a beginning that sequences share once.
     """
 
     count: int
@@ -41,6 +67,9 @@ class StepSequences:
     response: float
     longest: int
     samples: int = 1
+    known: tuple[int, ...] = ()
+    turns: AgentTurns = ONE_TURN
+    cached: bool = True
 
     @property
     def length(self) -> float:
@@ -52,10 +81,16 @@ class StepSequences:
         """Tokens of all sequences."""
         return self.count * self.length
 
+    def responses(self, count: int) -> list[int]:
+        """Ascending lengths of ``count`` responses."""
+        if not self.known:
+            return quantiles(self.response, self.longest, count)
+        return [self.known[int((i + 0.5) * len(self.known) / count)] for i in range(count)]
+
     def sample(self, count: int) -> list[int]:
         """Tokens of ``count`` of them."""
         prompt = round(self.prompt)
-        return [prompt + tokens for tokens in quantiles(self.response, self.longest, count)]
+        return [prompt + tokens for tokens in self.responses(count)]
 
 
 @dataclass(frozen=True)
@@ -206,12 +241,11 @@ class RolePasses:
         """The kinds of layers of a stage and how many it has of each."""
         load, shape = self.load, self.load.shape
         tokens = max(1, round(micro.tokens / load.layout.cp))
-        plain: tuple[bool, int | None] = False, None
-        kinds = [plain] * len(load.layers[stage])
-        if shape.sparse_layers:
-            kinds = [(shape.sparse_layers[i], None) for i in load.layers[stage]]
+        kinds: list[tuple[bool, int | None]] = [
+            (bool(shape.sparse_layers and shape.sparse_layers[i]), None) for i in load.layers[stage]
+        ]
         last = stage == load.layout.pp - 1 and load.layout.tp == 1  # with_early_select
-        if last and load.lean_head and kinds and kinds[-1] == plain:
+        if last and load.lean_head and kinds and not kinds[-1][0]:
             kinds[-1] = False, self._outputs(tokens)
         return [
             (
