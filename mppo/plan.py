@@ -93,6 +93,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
+    _check_options(arguments)
     found = planned_run(
         arguments.config, arguments.overrides, info, arguments.world_size, arguments.gpu
     )
@@ -105,7 +106,6 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     from mppo.planning.describe import check_picture, draw_plan
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    _check_options(arguments)
     if arguments.picture is not None:
         check_picture(arguments.picture)
     timing = None
@@ -153,9 +153,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
     own = vars(arguments)
 
     def issues(names: Sequence[str], why: str, fix: str) -> list[ConfigIssue]:
-        given = {name: own[name] for name in names if own[name] is not None}
-        keys = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-        return [ConfigIssue(key, value, why, fix) for key, value in keys.items()]
+        return [
+            ConfigIssue(f"--{name.replace('_', '-')}", _plain(own[name]), why, fix)
+            for name in names
+            if own[name] is not None
+        ]
 
     found: list[ConfigIssue] = []
     if not own["time"]:
@@ -167,6 +169,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         found += issues(searched, "a search compares steps without it", fix)
     if found:
         raise ConfigError(found)
+
+
+def _plain(value: object) -> object:
+    """The value of an option as it was given."""
+    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

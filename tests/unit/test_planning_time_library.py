@@ -66,7 +66,6 @@ def test_what_an_option_needs_is_told(capsys):
         (["--turn-seconds", "2"], "add --turns"),
         (["--lengths", "runs/a"], "add --time"),
         (["--time", "--disk", "2", "--search", "best.yaml"], "a search compares steps without it"),
-        (["--time", "--val-prompts", "0"], "--val-prompts"),
     ):
         assert main(["--config", RECIPE, *given]) == 2
         assert told in capsys.readouterr().err
@@ -248,7 +247,7 @@ def test_a_decoding_step_is_that_of_the_library_s_own_model(benchmark):
 
 @with_library
 @pytest.mark.parametrize(("gpu", "said"), [
-    ("h200-141gb", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
+    ("h200", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
     ("40GiB", "no measurements, so seconds and MFU are those of the nearest known GPU, h100_sxm"),
 ])  # fmt: skip
 def test_a_gpu_without_measurements_has_those_of_a_named_one(gpu, said):
@@ -274,6 +273,11 @@ def test_attention_without_measurements_has_a_time_and_is_named():
     assert kernels.latent_decode(64, 4000, 16) > 0
     for what in ("attention with heads of 96", "decoding with heads of 256", "latent attention"):
         assert f"{what} has no measurements" in kernels.source
+
+
+def test_a_name_that_two_types_have_is_not_guessed():
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        find_gpu("a100")
 
 
 def test_the_error_of_a_missing_library_has_a_fix(monkeypatch):
