@@ -121,7 +121,8 @@ class ProcessorKernels:
         memory = x.numel() * 4 / self._seconds(lambda: x.mul_(1.0))
         flops = 2 * 1024**3 / self._seconds(lambda: square @ square)
         self.system = GpuSystem(
-            "processor", flops, memory, RANKS, memory / 2, memory / 2, memory / 2, 1e-4
+            *("processor", flops, memory, RANKS, memory / 2, memory / 2, memory / 2, 1e-4),
+            beside=False,
         )
 
     def gemm(self, m: int, n: int, k: int) -> float:

@@ -282,6 +282,7 @@ def _role(name: str, row: Row, config: Any, gpus: int) -> RoleLoad:
         *(counts, True, row.batch // row.mini_batch if name == "actor" else 0, 1),
         *(MicroBatchLimits(1, row.packed), MicroBatchLimits(1, row.measured)),
         *(model_parameters(table), row.recomputes),
+        lean_head=False,
     )
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import SIMULATION
@@ -20,6 +21,9 @@ from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
 from mppo.trainer.start.checked_recipe import planned_run
+
+if TYPE_CHECKING:
+    from mppo.planning.time.describe import TimeOptions
 
 
 @redacted_output()
@@ -55,6 +59,17 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     for what in ("prompt", "response"):
         mean = f"with --time: mean tokens of a {what}; default: the recipe's limit"
         parser.add_argument(f"--mean-{what}", type=float, help=mean)
+    lengths = "with --time: the lengths of a run's dumped steps instead (trainer.dump_rollouts)"
+    parser.add_argument("--lengths", type=Path, metavar="FOLDER", help=lengths)
+    turns = "with --time: mean turns of the policy in an episode of rollout.agent"
+    parser.add_argument("--turns", type=float, help=turns)
+    for what, does in (("seconds", "needs"), ("tokens", "adds")):
+        turn = f"with --turns: {what} that the agent {does} after a turn of the policy"
+        parser.add_argument(f"--turn-{what}", type=float, help=turn)
+    prompts = "with --time: count validation, of so many prompts"
+    parser.add_argument("--val-prompts", type=int, help=prompts)
+    disk = "with --time: count checkpoints, written at so many GB/s by all ranks together"
+    parser.add_argument("--disk", type=float, help=disk)
 
 
 def print_plan(arguments: argparse.Namespace) -> int:
@@ -78,6 +93,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
+    _check_options(arguments)
     found = planned_run(
         arguments.config, arguments.overrides, info, arguments.world_size, arguments.gpu
     )
@@ -88,18 +104,13 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         return 0
     from mppo.config.load import resolved_yaml
     from mppo.planning.describe import check_picture, draw_plan
-    from mppo.planning.time.describe import TimeOptions
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    _check_options(arguments)
     if arguments.picture is not None:
         check_picture(arguments.picture)
     timing = None
     if arguments.time:
-        means = (arguments.mean_prompt, arguments.mean_response)
-        timing = found.timing(
-            TimeOptions(*means, arguments.price, arguments.search, arguments.picture)
-        )
+        timing = found.timing(_time_options(arguments))
     print(found)
     if timing is not None:
         print(f"\n{timing()}")
@@ -115,18 +126,54 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     return code
 
 
+def _time_options(arguments: argparse.Namespace) -> TimeOptions:
+    """What is asked of a prediction."""
+    from mppo.planning.time.describe import TimeOptions
+    from mppo.planning.time.role_load import AgentTurns
+    from mppo.planning.time.upkeep import Upkeep
+
+    own = vars(arguments)
+    turns = AgentTurns(
+        1.0 if own["turns"] is None else own["turns"],
+        own["turn_seconds"] or 0.0,
+        own["turn_tokens"] or 0.0,
+    )
+    disk = None if own["disk"] is None else own["disk"] * 1e9
+    return TimeOptions(
+        *(own["mean_prompt"], own["mean_response"], own["price"], own["search"], own["picture"]),
+        *(own["lengths"], turns, Upkeep(own["val_prompts"], disk)),
+    )
+
+
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that has an effect only with --time."""
-    options = {
-        "--mean-prompt": arguments.mean_prompt,
-        "--mean-response": arguments.mean_response,
-        "--price": arguments.price,
-        "--search": arguments.search,
-    }
-    why, fix = "it has an effect only with --time", "add --time"
-    given = {key: value for key, value in options.items() if value is not None}
-    if given and not arguments.time:
-        raise ConfigError([ConfigIssue(key, value, why, fix) for key, value in given.items()])
+    """Raise ConfigError for an option that has an effect only with another one, or without it."""
+    timed = ("mean_prompt", "mean_response", "price", "search", "lengths", "turns",
+             "val_prompts", "disk")  # fmt: skip
+    of_turns, searched = ("turn_seconds", "turn_tokens"), ("val_prompts", "disk")
+    own = vars(arguments)
+
+    def issues(names: Sequence[str], why: str, fix: str) -> list[ConfigIssue]:
+        return [
+            ConfigIssue(f"--{name.replace('_', '-')}", _plain(own[name]), why, fix)
+            for name in names
+            if own[name] is not None
+        ]
+
+    found: list[ConfigIssue] = []
+    if not own["time"]:
+        found += issues(timed, "it has an effect only with --time", "add --time")
+    if own["turns"] is None:
+        found += issues(of_turns, "it has an effect only with --turns", "add --turns")
+    if own["search"] is not None:
+        fix = "remove it, and plan the recipe that was written with it"
+        found += issues(searched, "a search compares steps without it", fix)
+    if found:
+        raise ConfigError(found)
+
+
+def _plain(value: object) -> object:
+    """The value of an option as it was given."""
+    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

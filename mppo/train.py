@@ -94,6 +94,11 @@ _PLANNED = {
     "search": ": it searches layouts for the run that is planned",
     "mean_prompt": ": it is for a prediction",
     "mean_response": ": it is for a prediction",
+    "price": ": it is for a prediction",
+    "lengths": ": it is for a prediction",
+    "turns": ": it is for a prediction",
+    "val_prompts": ": it is for a prediction",
+    "disk": ": it is for a prediction",
     "world_size": "; without it the launcher sets the number of ranks",
 }
 """Options of a plan, and why a run has none."""

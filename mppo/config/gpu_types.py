@@ -46,7 +46,8 @@ def find_gpu(name: str, key: str = "--gpu") -> GpuType:
     """Find a GPU type by its name in ``GPU_TYPES``, or make one from its memory in GiB.
 
     Args:
-        name: the name, or a number of GiB such as 79.2 or 64GiB.
+        name: the name, which may lack the memory if one type has it, such as h100; or a number of
+            GiB such as 79.2 or 64GiB.
         key: the option or key that gives the name, for the message.
 
     Raises:
@@ -54,6 +55,9 @@ def find_gpu(name: str, key: str = "--gpu") -> GpuType:
     """
     if name.lower() in GPU_TYPES:
         return GPU_TYPES[name.lower()]
+    of_memory = [known for key, known in GPU_TYPES.items() if key.startswith(f"{name.lower()}-")]
+    if len(of_memory) == 1:
+        return of_memory[0]
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(?:gib)?", name.lower())
     if number and float(number[1]) > 0:
         return GpuType(f"GPU of {float(number[1]):g} GiB", int(float(number[1]) * GIB))

@@ -22,9 +22,10 @@ from mppo.weights.table import parameter_table
 class Peak:
     """Kernels at the roofline: the longer of operations over the peak and bytes over bandwidth."""
 
-    def __init__(self, memory: float = 3e12) -> None:
+    def __init__(self, memory: float = 3e12, beside: bool = True) -> None:
         self.source = "the roofline"
-        self.system = GpuSystem("peak", 1e15, memory, 8, 450e9, 50e9, 60e9, 1e-6)
+        links = (8, 450e9, 50e9, 60e9, 1e-6)
+        self.system = GpuSystem("peak", 1e15, memory, *links, beside)
 
     def gemm(self, m, n, k):
         return self._least(2 * m * n * k, 2 * (m * k + k * n + m * n))

@@ -388,7 +388,7 @@ def test_a_dry_run_that_does_not_fit_says_so(tmp_path, capsys):
     ("options", "message"),
     [
         (["--gpu", "h1000"], "did you mean h100-80gb?"),
-        (["trainer.gpu=h100"], "unknown GPU (did you mean h100-80gb?)"),
+        (["trainer.gpu=h1000"], "unknown GPU (did you mean h100-80gb?)"),
         (["trainer.gpu=-80"], "or give its memory in GiB, such as 79.2GiB"),
         (["trainer.gpu=true"], "is true or false, not a number"),
         (["trainer.gpu=[a]"], "trainer.gpu = ['a']"),

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_time import ENDLESS, PEAK, role_load
+from planned_time import ENDLESS, PEAK, Peak, role_load
 from transformers import AutoConfig
 
+import mppo
 from mppo.pipeline.microbatches import MicroBatchLimits
+from mppo.planning.disk import checkpoint_bytes
 from mppo.planning.time.cost import LAUNCH, Cost
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_responses
 from mppo.planning.time.layer import ATTENTION_BACKWARD, DecoderLayer, gemms
 from mppo.planning.time.lengths import quantiles, scattered
 from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.picture import draw_step, group_bars, rank_groups
-from mppo.planning.time.role_load import TRAINER, RolePasses, StepSequences
+from mppo.planning.time.role_load import TRAINER, AgentTurns, RolePasses, StepSequences
 from mppo.planning.time.scaled import Scaled
 from mppo.planning.time.step import (
     Phase,
     Prediction,
     RoleShare,
     StepLoad,
+    predict_generation,
     predict_step,
     predict_training,
 )
+from mppo.planning.time.upkeep import Upkeep, upkeep_phases
 from mppo.weights.shape import model_shape
 
 DENSE = AutoConfig.for_model(
@@ -123,6 +128,42 @@ def test_a_decoding_step_reads_all_weights_and_its_cache():
     assert cost.memory > ENGINE * (weights + cache) / PEAK.system.memory
 
 
+def test_known_lengths_are_those_of_the_responses():
+    known = StepSequences(64, 100, 25, 1000, known=(10, 20, 30, 40))
+    assert known.responses(2) == [20, 40]
+    assert known.responses(8) == [10, 10, 20, 20, 30, 30, 40, 40]
+    assert known.sample(4) == [110, 120, 130, 140]
+
+
+def test_a_beginning_that_is_not_shared_is_computed_again():
+    engine = EnginePasses(PEAK, model_shape(DENSE), 0, Servers(2, 1, 64))
+    turns, sequences = AgentTurns(3, tokens=20), replace(SEQUENCES, prompt=4000)
+    shared, alone, talks, forgets = (
+        engine.generate(replace(sequences, **changes)).prefill.seconds
+        for changes in (
+            {}, {"cached": False}, {"turns": turns}, {"turns": turns, "cached": False},
+        )
+    )  # fmt: skip
+    assert alone == pytest.approx(4 * shared)  # four samples of a prompt
+    added = talks - shared
+    assert 0 < added < 0.1 * shared  # 40 tokens of 32 responses, after 8 prompts of 4000
+    # at least the prompt again in both turns, for each response
+    assert forgets - alone > 2 * alone
+
+
+def test_agents_make_some_tokens_and_take_their_time_for_each_filling():
+    engine = EnginePasses(PEAK, model_shape(DENSE), 0, Servers(2, 1, 16))
+    turns = AgentTurns(3, seconds=2.0, tokens=75)
+    plain, found = (engine.generate(replace(SEQUENCES, turns=one)) for one in (AgentTurns(), turns))
+    assert found.agents == 3 * 2.0 * 2  # 32 responses on 16 slots
+    assert found.seconds == found.prefill.seconds + found.decoding.seconds + 12.0
+    # half of the 300 tokens are the agent's
+    assert found.decoding.seconds == pytest.approx(plain.decoding.seconds / 2, rel=0.15)
+    phase = predict_step(step_load(sequences=replace(SEQUENCES, turns=turns)), PEAK).phases[0]
+    assert phase.spent["agents"] == 6.0
+    assert sum(phase.spent.values()) == pytest.approx(phase.seconds, rel=0.02)
+
+
 # links
 
 
@@ -183,7 +224,8 @@ def test_a_layer_computes_the_operations_that_its_flops_count(config, active):
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE])
 def test_tensor_parallel_ranks_halve_the_products_and_exchange(config):
-    one, two = (RolePasses(ENDLESS, role_load(config, tp=tp), SEQUENCES) for tp in (1, 2))
+    loads = [replace(role_load(config, tp=tp), lean_head=False) for tp in (1, 2)]
+    one, two = (RolePasses(ENDLESS, load, SEQUENCES) for load in loads)
     whole, half = (sum((c.compute for c in role.forward), 0.0) for role in (one, two))
     # twice the sequences on a rank, half of each product
     assert half * two.measuring.count == pytest.approx(whole * one.measuring.count, rel=0.05)
@@ -257,6 +299,52 @@ def test_one_step_ahead_the_longer_side_decides():
     assert beside.seconds == pytest.approx(max(generation, together.seconds - generation))
 
 
+def upkeep_of(upkeep, *settings):
+    sampled = ("rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1.0",
+               "data.max_prompt_length=8", "data.max_response_length=8")  # fmt: skip
+    plan = mppo.plan(mppo.load({}, *sampled, "data.task=reverse", *settings), 1)
+    load = step_load()
+    found = upkeep_phases(plan.recipe, plan.plans, load, PEAK, upkeep, 1.0)
+    return plan, load, {phase.name: phase for phase in found}
+
+
+def test_validation_has_its_share_of_a_step():
+    _, load, found = upkeep_of(Upkeep(prompts=32), "trainer.test_freq=5")
+    # two responses for each of 32 prompts are as many as those of the step, in other groups
+    whole = predict_generation(
+        replace(load, sequences=replace(SEQUENCES, count=64, samples=2)), PEAK
+    )
+    assert found["validation"].seconds == pytest.approx(whole.seconds / 5)
+    assert sum(found["validation"].spent.values()) == pytest.approx(whole.seconds / 5, rel=0.02)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_checkpoint_has_its_share_of_a_step(beside):
+    settings = ("trainer.save_freq=4", f"trainer.async_save={beside}".lower())
+    plan, _, _ = upkeep_of(Upkeep(), *settings)
+    nbytes = checkpoint_bytes(plan.recipe, plan.plans)
+    for written in (2.0, 10.0):
+        spent = upkeep_of(Upkeep(disk=nbytes / written), *settings)[2]["checkpoints"].spent
+        # beside four steps of a second, only what takes longer is waited for
+        assert spent["disk"] == pytest.approx(max(0.0, written - 4 * beside) / 4)
+        copied = nbytes / (EFFICIENCY * PEAK.system.host) / 4
+        assert spent["host"] == pytest.approx(copied if beside else 0.0)
+
+
+def test_what_a_processor_exchanges_it_computes_itself():
+    slow = Peak(beside=False)
+    layout = {"world": 2, "tp": 2}
+    beside, own = (
+        predict_step(step_load(roles=[role_load(DENSE, **layout)], measured=[]), kernels)
+        for kernels in (PEAK, slow)
+    )
+    network = [one.phases[1].spent["network"] for one in (beside, own)]
+    assert network[1] > 1.4 * network[0]
+    roles = [role_load(DENSE), role_load(DENSE, name="critic")]
+    beside, own = (predict_step(step_load(roles=roles), kernels) for kernels in (PEAK, slow))
+    assert own.phases[3].seconds > beside.phases[3].seconds
+
+
 def test_copies_take_the_host_s_bandwidth():
     phase = predict_step(step_load(copied=50e9), PEAK).phases[-1]
     assert phase.name == "copies to and from the host"
@@ -283,9 +371,8 @@ def test_roles_that_share_a_stream_fill_the_pipeline_once():
         {phase.name: phase.seconds for phase in predict_step(load, PEAK).phases}
         for load in (step_load(roles=roles), step_load(roles=roles, streamed=True))
     )
-    micro_batches = RolePasses(PEAK, roles[1], SEQUENCES).measuring.count
-    filled = micro_batches / (micro_batches + 1)
-    assert streamed["values"] == pytest.approx(apart["values"] * filled)
+    filling = min(cost.seconds for cost in RolePasses(PEAK, roles[1], SEQUENCES).forward)
+    assert streamed["values"] == pytest.approx(apart["values"] - filling)
     assert streamed["old log-probabilities"] == apart["old log-probabilities"]
 
 

@@ -10,12 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from random_dump import write_dump
 
+import mppo
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import find_gpu
 from mppo.plan import main
 from mppo.planning.time import library
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
+from mppo.planning.time.recipe import recipe_sequences
+from mppo.planning.time.role_load import AgentTurns
+from mppo.planning.time.upkeep import Upkeep, check_upkeep
 from mppo.planning.verdict import EXIT_TOO_LARGE
 from mppo.weights.shape import model_shape
 
@@ -54,6 +59,68 @@ def test_a_mean_beyond_the_limit_is_refused(mean, capsys):
     told = capsys.readouterr().err
     assert "--mean-response" in told
     assert "data.max_response_length = 2048" in told
+
+
+def test_what_an_option_needs_is_told(capsys):
+    for given, told in (
+        (["--turn-seconds", "2"], "add --turns"),
+        (["--lengths", "runs/a"], "add --time"),
+        (["--time", "--disk", "2", "--search", "best.yaml"], "a search compares steps without it"),
+    ):
+        assert main(["--config", RECIPE, *given]) == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def short():
+    """A recipe with an agent."""
+    limits = ("data.max_prompt_length=4", "data.max_response_length=4", "data.train_batch_size=8")
+    return mppo.load({}, *limits, "data.task=reverse", "rollout.agent.path=agent.py:Agent")
+
+
+def test_the_lengths_of_a_dump_are_read(short, tmp_path):
+    write_dump(tmp_path, 1)
+    write_dump(tmp_path, 2)
+    sequences = recipe_sequences(short, None, None, tmp_path)
+    assert sequences.known == (2, 2, 3, 3)
+    assert (sequences.prompt, sequences.response) == (1.0, 2.5)
+    assert sequences.responses(8) == [2] * 4 + [3] * 4
+
+
+def test_a_folder_without_fitting_lengths_is_refused(short, tmp_path):
+    def refused(told: str, folder, *means) -> None:
+        with pytest.raises(ConfigError, match=told):
+            recipe_sequences(recipe, *(means or (None, None)), folder)
+
+    recipe = short
+    refused("it does not exist", tmp_path / "missing")
+    refused("it has no dumped step", tmp_path)
+    folder = write_dump(tmp_path, 1)
+    refused("remove one of the two", tmp_path, 3.0, None)
+    recipe = mppo.load({}, "data.max_response_length=2", "data.task=reverse")
+    refused("set data.max_response_length=3", tmp_path)
+    (folder / "rank_0.safetensors").write_bytes(b"")
+    refused("the lengths of step_1 cannot be read", tmp_path)
+
+
+@pytest.mark.parametrize(("turns", "told"), [
+    (AgentTurns(0.5), "between 1 and rollout.agent.max_turns = 8"),
+    (AgentTurns(2, seconds=-1.0), "--turn-seconds = -1.0"),
+    (AgentTurns(2, seconds=float("nan")), "--turn-seconds = nan"),
+    (AgentTurns(2, tokens=-1.0), "--turn-tokens = -1.0"),
+    (AgentTurns(2, tokens=4.0), "2 turns add 4 tokens, a response has 4"),
+])  # fmt: skip
+def test_turns_that_cannot_be_are_refused(short, turns, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        recipe_sequences(short, None, None, turns=turns)
+
+
+def test_turns_need_an_agent_and_shares_a_frequency():
+    recipe = mppo.load({}, "data.task=reverse")
+    with pytest.raises(ConfigError, match=r"rollout\.agent is null"):
+        recipe_sequences(recipe, None, None, turns=AgentTurns(2))
+    with pytest.raises(ConfigError, match=r"test_freq = -1(?s:.*)--disk = -1(?s:.*)above 0"):
+        check_upkeep(recipe, Upkeep(prompts=8, disk=-1))
 
 
 @pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
@@ -180,7 +247,7 @@ def test_a_decoding_step_is_that_of_the_library_s_own_model(benchmark):
 
 @with_library
 @pytest.mark.parametrize(("gpu", "said"), [
-    ("h200-141gb", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
+    ("h200", "h200_sxm"), ("h20-96gb", "scaled to NVIDIA H20"),
     ("40GiB", "no measurements, so seconds and MFU are those of the nearest known GPU, h100_sxm"),
 ])  # fmt: skip
 def test_a_gpu_without_measurements_has_those_of_a_named_one(gpu, said):
@@ -206,6 +273,11 @@ def test_attention_without_measurements_has_a_time_and_is_named():
     assert kernels.latent_decode(64, 4000, 16) > 0
     for what in ("attention with heads of 96", "decoding with heads of 256", "latent attention"):
         assert f"{what} has no measurements" in kernels.source
+
+
+def test_a_name_that_two_types_have_is_not_guessed():
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        find_gpu("a100")
 
 
 def test_the_error_of_a_missing_library_has_a_fix(monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -15,13 +16,18 @@ from mppo.planning.plan import RolePlan, with_token_budgets
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.library import open_library
 from mppo.planning.time.recipe import recipe_load, recipe_sequences
-from mppo.planning.time.role_load import StepSequences
+from mppo.planning.time.role_load import ONE_TURN, AgentTurns, StepSequences
 from mppo.planning.time.step import Phase, Prediction, StepLoad, predict_step
-
-_ASSUMED = (
-    "The trainer is taken to run with Transformer Engine, the engine to be SGLang. Rewards, "
-    "agents,\nvalidation and checkpoints are not counted."
+from mppo.planning.time.upkeep import (
+    CHECKPOINTS,
+    NOT_COUNTED,
+    VALIDATION,
+    Upkeep,
+    check_upkeep,
+    upkeep_phases,
 )
+
+_ASSUMED = "The trainer is taken to run with Transformer Engine, the engine to be SGLang."
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,9 @@ class TimeOptions:
         price: of a GPU for an hour; None: no cost is told.
         search: file for the recipe with the fastest layout; None: no search.
         picture: file for a picture of the step; None: none is drawn.
+        lengths: a run's dumped steps, whose lengths the sequences have; None: of the means.
+        turns: of the recipe's agent.
+        upkeep: what of validation and checkpoints is counted.
     """
 
     prompt: float | None = None
@@ -41,6 +50,9 @@ class TimeOptions:
     price: float | None = None
     search: Path | None = None
     picture: Path | None = None
+    lengths: Path | None = None
+    turns: AgentTurns = ONE_TURN
+    upkeep: Upkeep = NOT_COUNTED
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,9 @@ class Timing:
         Raises:
             ConfigError: the library is not installed, or an option is wrong.
         """
-        sequences = recipe_sequences(recipe, options.prompt, options.response)
+        means = (options.prompt, options.response)
+        sequences = recipe_sequences(recipe, *means, options.lengths, options.turns)
+        check_upkeep(recipe, options.upkeep)
         price = options.price
         if price is not None and not 0 < price < float("inf"):
             why = "it is not the price of a GPU for an hour"
@@ -92,7 +106,11 @@ class Timing:
         """
         recipe = with_token_budgets(recipe, plans[0].layout.world, hf_configs)
         load = recipe_load(recipe, plans, fit, hf_configs, self.sequences)
-        return load, predict_step(load, self.kernels)
+        found = predict_step(load, self.kernels)
+        upkeep = upkeep_phases(
+            recipe, plans, load, self.kernels, self.options.upkeep, found.seconds
+        )
+        return load, replace(found, phases=(*found.phases, *upkeep))
 
 
 def describe_prediction(load: StepLoad, prediction: Prediction, price: float | None = None) -> str:
@@ -119,9 +137,20 @@ def describe_prediction(load: StepLoad, prediction: Prediction, price: float | N
             _use(prediction),
             *([] if price is None else [_cost(prediction, price)]),
             f"predicted by formulas from {prediction.source}.",
-            _ASSUMED,
+            fill(f"{_ASSUMED} {_uncounted(load, prediction)}", 100),
         ]
     )
+
+
+def _uncounted(load: StepLoad, prediction: Prediction) -> str:
+    """What a step has that is not in the prediction."""
+    names = {phase.name for phase in prediction.phases}
+    missing = ["rewards"]
+    missing += [] if load.sequences.turns.seconds else ["agents"]
+    missing += [name for name in (VALIDATION, CHECKPOINTS) if name not in names]
+    *rest, last = missing
+    text = f"{', '.join(rest)} and {last}" if rest else last
+    return f"{text.capitalize()} are not counted."
 
 
 def _use(prediction: Prediction) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, Product, gemms, streamed
-from mppo.planning.time.lengths import quantiles, scattered
+from mppo.planning.time.lengths import scattered
 from mppo.planning.time.links import Group, collective_seconds
 from mppo.planning.time.role_load import StepSequences
 from mppo.weights.shape import ModelShape
@@ -48,19 +48,21 @@ class GenerationTime:
     """Seconds of generation.
 
     Args:
-        prefill: seconds of prompts.
+        prefill: seconds of prompts, and of what turns add.
         decoding: seconds of decoding, by what they are spent on.
         tail: seconds of decoding in the tail.
+        agents: seconds in which agents, not the engine, hold the sequences.
     """
 
     prefill: Cost
     decoding: Cost
     tail: float
+    agents: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds in all."""
-        return self.prefill.seconds + self.decoding.seconds
+        return self.prefill.seconds + self.decoding.seconds + self.agents
 
 
 def decode_responses(
@@ -140,18 +142,37 @@ class EnginePasses:
         return self._pass(sequences * length, sequences, attention, reads_weights=False)
 
     def generate(self, sequences: StepSequences) -> GenerationTime:
-        """All responses of a step; the samples of a prompt share its pass on their server."""
+        """All responses of a step.
+
+        Where a shared beginning is computed once, the samples of a prompt share its pass on their
+        server, and a turn adds its own tokens alone. Agents' seconds are added once for each time
+        that a server is filled, as if nothing were decoded meanwhile.
+        """
         servers = self._servers
         responses = math.ceil(sequences.count / servers.count)
         slots = servers.slots
         if servers.kv_tokens is not None:
             slots = max(1, min(slots, int(servers.kv_tokens / sequences.length)))
-        lengths = scattered(quantiles(sequences.response, sequences.longest, responses))
-        decoding, tail = decode_responses(self.decode_step, lengths, sequences.prompt, slots)
-        prompt = max(1, round(sequences.prompt))
-        prompts = max(1, math.ceil(responses / sequences.samples))
-        at_once = min(prompts, max(1, _PREFILL_TOKENS // prompt))
-        return GenerationTime(self.prefill(at_once, prompt) * (prompts / at_once), decoding, tail)
+        turns = sequences.turns
+        own = 1 - turns.inserted / sequences.response
+        made = [max(1, round(own * n)) for n in sequences.responses(responses)]
+        context = sequences.prompt + turns.inserted / 2
+        decoding, tail = decode_responses(self.decode_step, scattered(made), context, slots)
+        shared = sequences.samples if sequences.cached else 1
+        prefill = self._prefill_all(sequences.prompt, math.ceil(responses / shared))
+        if turns.count > 1:
+            added = turns.tokens
+            if not sequences.cached:  # the mean of the beginnings of all turns but the first
+                added = sequences.prompt + sequences.response / 2
+            prefill += self._prefill_all(added, responses * (turns.count - 1))
+        waits = turns.seconds * turns.count * max(1.0, responses / slots)
+        return GenerationTime(prefill, decoding, tail, waits)
+
+    def _prefill_all(self, tokens: float, count: float) -> Cost:
+        """Passes over ``count`` beginnings of ``tokens``, as many at once as a chunk takes."""
+        length = max(1, round(tokens))
+        at_once = max(1, min(round(count), _PREFILL_TOKENS // length))
+        return self.prefill(at_once, length) * (count / at_once)
 
     def _pass(self, tokens: int, outputs: int, attention: Cost, reads_weights: bool) -> Cost:
         """A pass over ``tokens`` new tokens, of which ``outputs`` pass the head."""

@@ -21,6 +21,7 @@ class GpuSystem:
         across: the same of its network card between nodes.
         host: the same of its link to the host.
         latency: seconds of a message between nodes.
+        beside: exchanges can run beside kernels; False: a processor, which computes both.
     """
 
     name: str
@@ -31,6 +32,7 @@ class GpuSystem:
     across: float
     host: float
     latency: float
+    beside: bool = True
 
 
 class Kernels(Protocol):

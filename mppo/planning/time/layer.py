@@ -68,6 +68,7 @@ class DecoderLayer:
         sparse: the feed-forward is a mixture of experts.
         tokens: tokens of the micro-batch on this rank (its share of context parallelism).
         length: tokens of a sequence.
+        outputs: those of its tokens that pass the feed-forward; None: all.
     """
 
     kernels: Kernels
@@ -77,6 +78,7 @@ class DecoderLayer:
     sparse: bool
     tokens: int
     length: float
+    outputs: int | None = None
 
     @cached_property
     def forward(self) -> Cost:
@@ -94,14 +96,15 @@ class DecoderLayer:
         """A backward pass, without recomputation.
 
         Of the exchanges of tensor parallelism, those of inputs and of their gradients run beside
-        the products (Megatron's ``LinearWithGradAccumulationAndAsyncCommunication``).
+        the products (Megatron's ``LinearWithGradAccumulationAndAsyncCommunication``), where they
+        can.
         """
         return (
             gemms(self.kernels, self._projections, backward=True)
             + self._attention * ATTENTION_BACKWARD
             + self._feed_forward(backward=True)
             + self._elementwise * 2
-            + self._exchanges(2, self._expert_exchanges)
+            + self._exchanges(2 if self.kernels.system.beside else 6, self._expert_exchanges)
         )
 
     @cached_property
@@ -164,7 +167,8 @@ class DecoderLayer:
         return IMBALANCE if self.layout.ep > 1 else 1.0
 
     def _dense(self, ffn: int, wide: int) -> list[Product]:
-        t, hidden, width = self.tokens, self.shape.hidden, ffn // self.layout.tp
+        t = self.tokens if self.outputs is None else self.outputs
+        hidden, width = self.shape.hidden, ffn // self.layout.tp
         return [(t, wide * width, hidden), (t, hidden, width)]
 
     @cached_property

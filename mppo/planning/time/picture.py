@@ -17,6 +17,8 @@ COLOURS = {
     "host": "#9467bd",
     "idle pipeline": "#d9d9d9",
     "tail of generation": "#bcbd22",
+    "agents": "#8c564b",
+    "disk": "#7f7f7f",
 }
 SERVERS = "servers"
 _LABELLED = 0.04

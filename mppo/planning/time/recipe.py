@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.rules.engine import sglang_options
 from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
+from mppo.dumps.experience_files import read_batch_tensor
+from mppo.dumps.step_dump import UNREADABLE, dumped_steps
 from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.fit import Fit, copied_bytes
 from mppo.planning.flops import model_flops
@@ -17,40 +21,119 @@ from mppo.planning.memory import experts_per_token
 from mppo.planning.outside import own_kv_tokens
 from mppo.planning.plan import RolePlan
 from mppo.planning.time.generation import Servers
-from mppo.planning.time.role_load import RoleLoad, StepSequences
+from mppo.planning.time.role_load import ONE_TURN, AgentTurns, RoleLoad, StepSequences
 from mppo.planning.time.step import StepLoad
 
 
-def recipe_sequences(recipe: Recipe, prompt: float | None, response: float | None) -> StepSequences:
+def recipe_sequences(
+    recipe: Recipe,
+    prompt: float | None,
+    response: float | None,
+    dump: Path | None = None,
+    turns: AgentTurns = ONE_TURN,
+) -> StepSequences:
     """The sequences of a step.
 
     Args:
         recipe: the recipe.
         prompt: mean tokens of a prompt, of --mean-prompt; None: the recipe's limit.
         response: the same of a response, of --mean-response.
+        dump: a run's dumped steps, of --lengths, whose lengths the sequences have instead.
+        turns: of the recipe's agent.
 
     Raises:
-        ConfigError: a mean is not between 1 and the limit.
+        ConfigError: a mean is not between 1 and the limit, the folder has no lengths or longer
+            ones, or the turns are not those of an agent of the recipe.
     """
-    data = recipe.data
+    data, known = recipe.data, tuple[int, ...]()
+    keys = ("--mean-prompt", "--mean-response")
+    issues: list[ConfigIssue] = []
+    if dump is not None:
+        keys = ("--lengths: mean prompt", "--lengths: mean response")
+        issues = [
+            ConfigIssue(key, mean, "--lengths has the lengths", "remove one of the two")
+            for key, mean in (("--mean-prompt", prompt), ("--mean-response", response))
+            if mean is not None
+        ]
+        prompt, known = dumped_lengths(dump)
+        response = sum(known) / len(known)
     limits = (
-        ("--mean-prompt", prompt, "data.max_prompt_length", data.max_prompt_length),
-        ("--mean-response", response, "data.max_response_length", data.max_response_length),
+        (keys[0], prompt, "data.max_prompt_length", data.max_prompt_length),
+        (keys[1], response, "data.max_response_length", data.max_response_length),
     )
-    issues = [
+    issues += [
         ConfigIssue(key, mean, f"it is not between 1 and {limit_key} = {limit}", "correct it")
         for key, mean, limit_key, limit in limits
         if mean is not None and not 1 <= mean <= limit
     ]
+    if known and known[-1] > data.max_response_length:
+        why = f"it has a response of {known[-1]} tokens, more than data.max_response_length"
+        fix = f"set data.max_response_length={known[-1]}"
+        issues.append(ConfigIssue("--lengths", str(dump), why, fix))
+    mean = data.max_response_length if response is None else response
+    issues += _turn_issues(recipe, turns, mean)
     if issues:
         raise ConfigError(issues)
+    options = sglang_options(recipe.rollout.server_args)
     return StepSequences(
         data.train_batch_size * recipe.rollout.n,
         data.max_prompt_length if prompt is None else prompt,
-        data.max_response_length if response is None else response,
+        mean,
         data.max_response_length,
         recipe.rollout.n,
+        known,
+        turns,
+        cached=not options.get("disable_radix_cache"),
     )
+
+
+def dumped_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
+    """Mean tokens of a prompt, and the ascending lengths of all responses, of dumped steps.
+
+    An agent's tokens between those of the policy belong to the response.
+
+    Args:
+        path: a run folder, its folder ``rollouts``, or the folder of one step.
+
+    Raises:
+        ConfigError: there is no dumped step, or one cannot be read.
+    """
+    prompts, responses = list[int](), list[int]()
+    fix = "give the folder of a run with trainer.dump_rollouts=true"
+    for folder in dumped_steps(path).values():
+        names = ("lengths_B", "end_B", "response_B", "inserted_B")
+        try:
+            whole, ends, made, inserted = (read_batch_tensor(folder, name) for name in names)
+            answers = made + inserted
+            prompts += map(int, whole - ends - answers)
+            responses += map(int, answers)
+        except UNREADABLE as error:
+            why = f"the lengths of {folder.name} cannot be read: {error}"
+            raise ConfigError([ConfigIssue("--lengths", str(path), why, fix)]) from error
+    if not any(responses):
+        why = "it has no dumped step" if path.exists() else "it does not exist"
+        raise ConfigError([ConfigIssue("--lengths", str(path), why, fix)])
+    return sum(prompts) / len(prompts), tuple(sorted(responses))
+
+
+def _turn_issues(recipe: Recipe, turns: AgentTurns, response: float) -> Iterator[ConfigIssue]:
+    """What is wrong with the turns of an agent."""
+    if turns == ONE_TURN:
+        return
+    agent = recipe.rollout.agent
+    if agent is None:
+        why, fix = "rollout.agent is null: a response is one turn", "remove it"
+        yield ConfigIssue("--turns", turns.count, why, fix)
+        return
+    if not 1 <= turns.count <= agent.max_turns:
+        why = f"it is not between 1 and rollout.agent.max_turns = {agent.max_turns}"
+        yield ConfigIssue("--turns", turns.count, why, "correct it")
+    for key, value in (("--turn-seconds", turns.seconds), ("--turn-tokens", turns.tokens)):
+        if not 0 <= value < float("inf"):
+            yield ConfigIssue(key, value, "it is not a number from 0 on", "correct it")
+    if turns.inserted >= response:
+        why = f"{turns.count:g} turns add {turns.inserted:g} tokens, a response has {response:g}"
+        yield ConfigIssue("--turn-tokens", turns.tokens, why, "correct one of them")
 
 
 def recipe_load(

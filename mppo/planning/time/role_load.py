@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,15 +25,41 @@ the published steps (benchmarks/predicted_time.py)."""
 
 
 @dataclass(frozen=True)
+class AgentTurns:
+    """How an agent and the policy take turns in an episode.
+
+    Args:
+        count: turns of the policy.
+        seconds: what the agent needs after each turn of the policy.
+        tokens: what it adds after each turn but the last.
+    """
+
+    count: float = 1.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def inserted(self) -> float:
+        """Tokens of a response that the policy did not make."""
+        return self.tokens * (self.count - 1)
+
+
+ONE_TURN = AgentTurns()
+
+
+@dataclass(frozen=True)
 class StepSequences:
     """The sequences of a step.
 
     Args:
         count: their number.
         prompt: mean tokens of a prompt.
-        response: mean tokens of a response.
+        response: mean tokens of a response, an agent's included.
         longest: greatest number of tokens of a response.
         samples: responses of a prompt.
+        known: ascending lengths of a run's responses; empty: only mean and maximum are known.
+        turns: of an agent.
+        cached: the engine computes a beginning that sequences share once.
     """
 
     count: int
@@ -40,6 +67,9 @@ class StepSequences:
     response: float
     longest: int
     samples: int = 1
+    known: tuple[int, ...] = ()
+    turns: AgentTurns = ONE_TURN
+    cached: bool = True
 
     @property
     def length(self) -> float:
@@ -51,10 +81,16 @@ class StepSequences:
         """Tokens of all sequences."""
         return self.count * self.length
 
+    def responses(self, count: int) -> list[int]:
+        """Ascending lengths of ``count`` responses."""
+        if not self.known:
+            return quantiles(self.response, self.longest, count)
+        return [self.known[int((i + 0.5) * len(self.known) / count)] for i in range(count)]
+
     def sample(self, count: int) -> list[int]:
         """Tokens of ``count`` of them."""
         prompt = round(self.prompt)
-        return [prompt + tokens for tokens in quantiles(self.response, self.longest, count)]
+        return [prompt + tokens for tokens in self.responses(count)]
 
 
 @dataclass(frozen=True)
@@ -77,6 +113,8 @@ class RoleLoad:
         model_parameters: parameters of the model.
         recomputes: the backward pass repeats the forward pass.
         cpu_share: share of the optimizer that the CPU updates.
+        lean_head: as mppo's, the head computes its logits again in the backward pass, and the last
+            layer's feed-forward has only response tokens where nothing prevents it.
     """
 
     name: str
@@ -94,6 +132,7 @@ class RoleLoad:
     model_parameters: int
     recomputes: bool = False
     cpu_share: float = 0.0
+    lean_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +171,7 @@ class RolePasses:
 
     def __init__(self, kernels: Kernels, load: RoleLoad, sequences: StepSequences) -> None:
         self.load, self._kernels, self._sequences = load, kernels, sequences
+        self.beside = kernels.system.beside
         layout = load.layout
         multiple = layout.pp if layout.vpp > 1 else 1
         own = sequences.sample(ceil(sequences.count / layout.dp))
@@ -162,7 +202,8 @@ class RolePasses:
             fills: it fills the pipeline; else it follows another pass through it.
         """
         slowest = max(self.forward, key=lambda cost: cost.seconds)
-        return slowest * (self.measuring.count + fills * (self.load.layout.pp - 1))
+        first = sum(self.forward, Cost()) if fills else slowest
+        return first + slowest * (self.measuring.count - 1)
 
     def operations(self) -> tuple[float, float]:
         """Operations of a forward-only pass and of an update, over all ranks."""
@@ -199,18 +240,27 @@ class RolePasses:
     def _layers(self, stage: int, micro: MicroBatches) -> list[tuple[DecoderLayer, int]]:
         """The kinds of layers of a stage and how many it has of each."""
         load, shape = self.load, self.load.shape
-        kinds = [bool(shape.sparse_layers and shape.sparse_layers[i]) for i in load.layers[stage]]
         tokens = max(1, round(micro.tokens / load.layout.cp))
+        kinds: list[tuple[bool, int | None]] = [
+            (bool(shape.sparse_layers and shape.sparse_layers[i]), None) for i in load.layers[stage]
+        ]
+        last = stage == load.layout.pp - 1 and load.layout.tp == 1  # with_early_select
+        if last and load.lean_head and kinds and not kinds[-1][0]:
+            kinds[-1] = False, self._outputs(tokens)
         return [
             (
                 DecoderLayer(
                     *(self._kernels, shape, load.active, load.layout, sparse),
-                    *(tokens, self._sequences.length),
+                    *(tokens, self._sequences.length, outputs),
                 ),
-                kinds.count(sparse),
+                count,
             )
-            for sparse in sorted(set(kinds))
+            for (sparse, outputs), count in Counter(kinds).items()
         ]
+
+    def _outputs(self, tokens: int) -> int:
+        """How many of a rank's tokens predict one of a response."""
+        return max(1, round(tokens * self._sequences.response / self._sequences.length))
 
     def _forward(self, stage: int, micro: MicroBatches) -> Cost:
         cost = sum((one.forward * n for one, n in self._layers(stage, micro)), Cost())
@@ -225,25 +275,42 @@ class RolePasses:
         return (cost + self._ends(stage, self.training, backward=True)).slower(TRAINER)
 
     def _ends(self, stage: int, micro: MicroBatches, backward: bool) -> Cost:
-        """Embedding, head, and the messages between stages."""
+        """Embedding, head, and the messages between stages.
+
+        Tensor-parallel ranks scatter the sum of their rows of the embedding (Megatron's
+        ``VocabParallelEmbedding``) and gather hidden states for the policy's head, or the value
+        head's outputs; the backward pass does the reverse, and nothing runs beside it.
+        """
         layout, shape = self.load.layout, self.load.shape
         tokens = max(1, round(micro.tokens / layout.cp))
-        stream = tokens * shape.hidden * BYTES / layout.tp
+        hidden = tokens * shape.hidden * BYTES
         cost = Cost()
         if stage == 0:
-            cost += streamed(self._kernels, 2 * tokens * shape.hidden * BYTES, 1)
+            cost += streamed(self._kernels, 2 * hidden, 1) + self._exchange(hidden)
         if stage == layout.pp - 1:
             cost += self._head(tokens, backward)
+            if self.load.policy:
+                cost += self._exchange(hidden)
+            elif not backward:
+                cost += self._exchange(tokens * _FLOAT)
         if layout.pp > 1:
-            distance = layout.world // layout.pp
-            cost += Cost(network=message_seconds(self._kernels, stream, distance), launches=2)
+            distance, sent = layout.world // layout.pp, hidden / layout.tp
+            cost += Cost(network=message_seconds(self._kernels, sent, distance), launches=2)
         return cost
+
+    def _exchange(self, nbytes: float) -> Cost:
+        """A gather or scatter of tensor parallelism."""
+        tp = self.load.layout.tp
+        seconds = collective_seconds(self._kernels, "all_gather", nbytes, Group(tp))
+        return Cost(network=seconds, launches=tp > 1)
 
     def _head(self, tokens: int, backward: bool) -> Cost:
         """The vocabulary projection of response tokens with its log-probabilities in float32."""
         if not self.load.policy:
             return streamed(self._kernels, tokens * self.load.shape.hidden * BYTES, 2)
-        share = self._sequences.response / self._sequences.length
-        rows, width = max(1, round(tokens * share)), self.load.shape.vocab // self.load.layout.tp
-        cost = gemms(self._kernels, [(rows, width, self.load.shape.hidden)], backward)
+        rows, width = self._outputs(tokens), self.load.shape.vocab // self.load.layout.tp
+        product = [(rows, width, self.load.shape.hidden)]
+        cost = gemms(self._kernels, product, backward)
+        if backward and self.load.lean_head:
+            cost += gemms(self._kernels, product, False)
         return cost + streamed(self._kernels, rows * width * 4 * _FLOAT, 8)

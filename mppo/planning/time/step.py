@@ -28,7 +28,7 @@ _SIMULATED = 3
 
 Spent = Mapping[str, float]
 """Seconds by what they are spent on."""
-WAITS = ("network", "host", "idle pipeline")
+WAITS = ("network", "host", "idle pipeline", "agents", "disk")
 """What a GPU is idle for; in the tail of generation it is slow, not idle."""
 
 
@@ -177,7 +177,7 @@ class StepLoad:
 def predict_step(load: StepLoad, kernels: Kernels) -> Prediction:
     """Predict the time of a step.
 
-    Rewards of functions, agents' time, checkpoints and validation are not in it.
+    Rewards of functions, checkpoints and validation are not in it.
 
     Args:
         load: what it computes.
@@ -224,9 +224,11 @@ def predict_training(load: StepLoad, kernels: Kernels, simulated: bool = True) -
 def _generation(found: GenerationTime, gpus: int) -> Phase:
     spent = (found.prefill + found.decoding).spent()
     # what the tail takes is not for want of bandwidth
-    share = 1 - found.tail / found.seconds
+    share = 1 - found.tail / (found.seconds - found.agents)
     spent = {kind: seconds * share for kind, seconds in spent.items()}
     spent["tail of generation"] = found.tail
+    if found.agents:
+        spent["agents"] = found.agents
     return Phase("generation", found.seconds, spent, gpus)
 
 
@@ -310,13 +312,17 @@ def _formula(roles: Sequence[RolePasses], works: Sequence[RoleWork], stages: int
 
 def _work(role: RolePasses, stages: int) -> RoleWork:
     load, micro = role.load, role.training
+    reduce = max(role.reduction(stage) for stage in range(stages))
+    step = max(role.optimizer(stage).seconds for stage in range(stages))
+    if not role.beside:
+        reduce, step = 0.0, step + reduce
     return RoleWork(
         load.name,
         (micro.count,) * min(load.mini_batches, _SIMULATED),
         tuple(cost.seconds for cost in role.training_forward),
         tuple(cost.seconds for cost in role.training_backward),
-        reduce=max(role.reduction(stage) for stage in range(stages)),
-        step=max(role.optimizer(stage).seconds for stage in range(stages)),
+        reduce=reduce,
+        step=step,
         chunks=load.layout.vpp,
     )
 
