@@ -57,6 +57,9 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
         parser.add_argument(f"--mean-{what}", type=float, help=mean)
 
 
+_PICTURES = (".svg", ".png", ".pdf")
+
+
 def print_plan(arguments: argparse.Namespace) -> int:
     """Check a recipe and print its plan on the first rank.
 
@@ -78,6 +81,7 @@ def print_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
+    _check_options(arguments)
     found = planned_run(
         arguments.config, arguments.overrides, info, arguments.world_size, arguments.gpu
     )
@@ -87,13 +91,10 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     if info.rank:
         return 0
     from mppo.config.load import resolved_yaml
-    from mppo.planning.describe import check_picture, draw_plan
+    from mppo.planning.describe import draw_plan
     from mppo.planning.time.describe import TimeOptions
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    _check_options(arguments)
-    if arguments.picture is not None:
-        check_picture(arguments.picture)
     timing = None
     if arguments.time:
         means = (arguments.mean_prompt, arguments.mean_response)
@@ -116,7 +117,8 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that has an effect only with --time."""
+    """Raise ConfigError for an option that has an effect only with --time, and for a file that
+    cannot be written."""
     options = {
         "--mean-prompt": arguments.mean_prompt,
         "--mean-response": arguments.mean_response,
@@ -127,6 +129,23 @@ def _check_options(arguments: argparse.Namespace) -> None:
     given = {key: value for key, value in options.items() if value is not None}
     if given and not arguments.time:
         raise ConfigError([ConfigIssue(key, value, why, fix) for key, value in given.items()])
+    if arguments.picture is not None:
+        if arguments.picture.suffix not in _PICTURES:
+            fix = f"name a file that ends with one of {', '.join(_PICTURES)}"
+            picture = str(arguments.picture)
+            raise ConfigError([ConfigIssue("--picture", picture, "unknown kind of image", fix)])
+        _check_folder("--picture", arguments.picture)
+    if arguments.search is not None:
+        if arguments.search.exists():
+            file = str(arguments.search)
+            raise ConfigError([ConfigIssue("--search", file, "it exists", "name a new file")])
+        _check_folder("--search", arguments.search)
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        why = f"the folder {path.parent} does not exist"
+        raise ConfigError([ConfigIssue(option, str(path), why, "make it first")])
 
 
 if __name__ == "__main__":

@@ -236,7 +236,9 @@ def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
         return {}, [
-            ConfigIssue("--config", str(path), f"is not valid YAML: {_one_line(error)}", _fix(error))
+            ConfigIssue(
+                "--config", str(path), f"is not valid YAML: {_one_line(error)}", _fix(error)
+            )
         ]
     if document is None:
         document = {}

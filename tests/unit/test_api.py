@@ -156,7 +156,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("callback", "message"), WRONG, ids=["name", "function", "parameters", "coroutine"])
+@pytest.mark.parametrize(
+    ("callback", "message"), WRONG, ids=["name", "function", "parameters", "coroutine"]
+)
 def test_a_wrong_callback_is_refused_before_anything_is_imported(callback, message):
     with pytest.raises(InputError) as found:
         mppo.train(mppo.load(TINY), callbacks=[callback])

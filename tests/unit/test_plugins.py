@@ -29,7 +29,7 @@ def nothing(inputs):
 def polite(response, ground_truth, extra):
     return float("please" in response)
 
-@mppo.register.metric("reward/largest")
+@register.metric("reward/largest")
 def largest(data):
     return data.scored.scores_B.max()
 """
@@ -91,7 +91,7 @@ FAULTS = [
      "a second advantage estimator of the name 'grpo': mppo has one fix: give it another name"),
     ("import mppo\n@mppo.register.verifier('v')\ndef f(a, b, c): pass\n"
      "@mppo.register.verifier('v')\ndef g(a, b, c): pass\n", "a second verifier of the name 'v': "),
-    ("import mppo\n@mppo.register.metric('m')\ndef f(a, b): pass\n", "the parameters of the metric "
+    ("import mppo\n@register.metric('m')\ndef f(a, b): pass\n", "the parameters of the metric "
      "'m' do not fit: missing a required argument: 'b' fix: accept (data)"),
     ("import mppo\nmppo.register.family('f', like='llamma')(lambda hf_config, shape: None)\n",
      "the model family 'f' is like 'llamma', which mppo does not have fix: name one of llama, "),
@@ -136,3 +136,17 @@ def test_exceptions_of_added_functions_are_the_users_faults():
 
     with pytest.raises(MemoryError):
         mine["full"](0)
+
+
+class Callable:
+    async def later(self, data):
+        return 1.0
+
+
+def test_what_is_no_function_or_has_no_name_is_not_registered():
+    with pytest.raises(RegistrationError, match="is no name of a metric; write"):
+        register.metric(print)  # type: ignore[arg-type]
+    for wrong in (5, Callable().later, dict):
+        with pytest.raises(RegistrationError, match="the metric 'mine'"):
+            register.metric("mine")(wrong)  # type: ignore[arg-type]
+    assert "mine" not in register.metric.names
