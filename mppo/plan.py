@@ -123,7 +123,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "--mean-prompt": arguments.mean_prompt,
         "--mean-response": arguments.mean_response,
         "--price": arguments.price,
-        "--search": arguments.search,
+        "--search": arguments.search and str(arguments.search),
     }
     why, fix = "it has an effect only with --time", "add --time"
     given = {key: value for key, value in options.items() if value is not None}

@@ -68,8 +68,8 @@ REWARD = ["reward.name=function", "reward.function=mine.py:score"]
 
 @pytest.mark.parametrize(
     "arguments",
-    [REWARD, ["reward.verifier=exact"], [*JUDGE, "--against", "gone.jsonl"]],
-    ids=["reward", "row", "judge"],
+    [REWARD, ["reward.verifier=exact"], [*JUDGE, "--against", "gone.jsonl"], ["data.val_size=0"]],
+    ids=["reward", "row", "judge", "nothing"],
 )
 def test_an_evaluation_tells_faults_of_code_and_rows_before_it_imports_torch(arguments, tmp_path):
     (tmp_path / "mine.py").write_text("def score(answer): return 1.0\n")

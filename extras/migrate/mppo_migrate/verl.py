@@ -15,7 +15,9 @@ from mppo_migrate.row import Setting
 from mppo_migrate.shell import Command
 
 _SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/]+)*)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"verl\.trainer\.main_ppo|(.*/)?main_ppo\.py|(.*/)?run_\S*\.sh")
+_PROGRAM = re.compile(
+    r"verl\.trainer\.main_ppo|recipe(\.\w+)+\.main_\w+|(.*/)?main_(ppo|dapo)\.py|(.*/)?run_\S*\.sh"
+)
 _EXTRA = (
     Setting("rollout.name", "sglang", "verl's default, vLLM, is not supported"),
     Setting("data.answer_key", "reward_model.ground_truth", "the column of verl's parquet files"),

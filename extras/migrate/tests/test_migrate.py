@@ -137,6 +137,15 @@ def test_launchers_of_a_command_are_read(launch, tmp_path):
     assert not [line for line in remarks if "not a setting" in line]
 
 
+def test_a_program_of_verls_recipes_is_found_behind_its_launcher(tmp_path):
+    launch = "ray job submit --no-wait --runtime-env=e.yaml --address http://x:1 -- python3 -m"
+    command = f"{launch} recipe.dapo.main_dapo data.train_batch_size=512 trainer.nnodes=4"
+    recipe, written, remarks = recipe_of(tmp_path, "verl", command)
+    assert (recipe.data.train_batch_size, recipe.trainer.nnodes) == (512, 4)
+    assert "recipe.dapo.main_dapo" in written
+    assert not [line for line in remarks if "not a setting" in line]
+
+
 def test_a_launcher_may_start_a_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = "python3 -m verl.trainer.main_ppo data.train_batch_size=512 trainer.nnodes=2 $@"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mppo.config.checks import load_checked
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import Given
 from mppo.config.schema import Recipe
 from mppo.config.variables import unknown_variables
@@ -30,6 +31,15 @@ def concerns_evaluation(key: str) -> bool:
     return _UNUSED.fullmatch(key) is None
 
 
+NO_PROMPTS = ConfigIssue(
+    "data.val_files",
+    [],
+    "there are no validation prompts",
+    "set data.val_files, or a data.task and a data.val_size above 0",
+)
+"""Of an evaluation that would generate nothing."""
+
+
 def evaluated_recipe(given: Given, overrides: Sequence[str], info: LaunchInfo) -> Recipe:
     """Load and check a recipe, its code and the rows of its validation files; the first rank prints
     remarks about it.
@@ -50,4 +60,7 @@ def evaluated_recipe(given: Given, overrides: Sequence[str], info: LaunchInfo) -
     )
     for remark in remarks if info.rank == 0 else ():
         exit_report.say(remark)
+    sources = recipe.data.prompt_sources.values()
+    if not any(x.val_size != 0 and (x.task or x.val_files) for x in sources):
+        raise ConfigError([NO_PROMPTS])
     return recipe

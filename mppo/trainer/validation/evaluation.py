@@ -40,6 +40,7 @@ from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import exit_code, report_failure
+from mppo.trainer.start.evaluated_recipe import NO_PROMPTS
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.opponent import Opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
@@ -161,10 +162,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         exit_report.say(f"validation: {validation.summary()}")
     prompts = validation.prompts
     if not prompts:
-        fix = "set data.val_files, or a data.task and a data.val_size above 0"
-        raise ConfigError(
-            [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
-        )
+        raise ConfigError([NO_PROMPTS])
     check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
     scorer = build_scorer(
