@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from bad_recipe import GOOD, assert_one_fault, refusal
 
 from mppo import register
@@ -29,7 +30,7 @@ def nothing(inputs):
 def polite(response, ground_truth, extra):
     return float("please" in response)
 
-@register.metric("reward/largest")
+@mppo.register.metric("reward/largest")
 def largest(data):
     return data.scored.scores_B.max()
 """
@@ -91,7 +92,7 @@ FAULTS = [
      "a second advantage estimator of the name 'grpo': mppo has one fix: give it another name"),
     ("import mppo\n@mppo.register.verifier('v')\ndef f(a, b, c): pass\n"
      "@mppo.register.verifier('v')\ndef g(a, b, c): pass\n", "a second verifier of the name 'v': "),
-    ("import mppo\n@register.metric('m')\ndef f(a, b): pass\n", "the parameters of the metric "
+    ("import mppo\n@mppo.register.metric('m')\ndef f(a, b): pass\n", "the parameters of the metric "
      "'m' do not fit: missing a required argument: 'b' fix: accept (data)"),
     ("import mppo\nmppo.register.family('f', like='llamma')(lambda hf_config, shape: None)\n",
      "the model family 'f' is like 'llamma', which mppo does not have fix: name one of llama, "),
@@ -150,3 +151,13 @@ def test_what_is_no_function_or_has_no_name_is_not_registered():
         with pytest.raises(RegistrationError, match="the metric 'mine'"):
             register.metric("mine")(wrong)  # type: ignore[arg-type]
     assert "mine" not in register.metric.names
+
+
+def test_a_metric_replaces_none_of_ours():
+    from mppo.trainer.metrics import plugin_number
+
+    assert plugin_number("mine", torch.tensor(2.0), {"critic/score/mean": 1.0}) == 2.0
+    with pytest.raises(
+        InputError, match=r"mppo, too, has the metric 'critic/score/mean'; register"
+    ):
+        plugin_number("critic/score/mean", 7.0, {"critic/score/mean": 1.0})

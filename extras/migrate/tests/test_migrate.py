@@ -171,6 +171,14 @@ def test_another_trainer_of_trl_does_not_become_ppo(command, other):
     assert "algorithm.adv_estimator" in str(error.value)
 
 
+@pytest.mark.parametrize("other", ["verl.trainer.fsdp_sft_trainer", "verl/trainer/main_eval.py"])
+def test_another_program_of_verl_does_not_become_ppo(other):
+    command = f"torchrun {'' if other.endswith('py') else '-m '}{other} data.train_batch_size=8"
+    with pytest.raises(ValueError, match="only PPO's command is translated") as error:
+        migrate("verl", command)
+    assert f"line 1: {other!r}" in str(error.value)
+
+
 def test_trl_minimal(tmp_path):
     recipe, _, remarks = of(tmp_path, "trl-minimal")
     own = "EleutherAI/pythia-160m"  # the command names the tokenizer only
