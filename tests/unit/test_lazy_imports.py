@@ -86,6 +86,13 @@ def test_an_evaluation_tells_faults_of_code_and_rows_before_it_imports_torch(arg
     assert not {"torch", "transformers"} & set(imported)
 
 
+def test_a_conversion_tells_a_missing_folder_before_it_imports_torch(tmp_path):
+    arguments = ["verify", "--hf", str(tmp_path), "--megatron", "gone"]
+    code, imported = told("checkpoints_convert.__main__", arguments, tmp_path)
+    assert code == 2
+    assert "torch" not in imported
+
+
 def programs() -> list[str]:
     """The module of every program: those that an installation starts by name, and the others."""
     files = [ROOT / "pyproject.toml", *(ROOT / "extras").glob("*/pyproject.toml")]

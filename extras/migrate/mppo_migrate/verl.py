@@ -46,7 +46,7 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         )
     if other := next((word for word in chosen.words if _OTHER.fullmatch(word)), None):
         raise ValueError(
-            f"line {chosen.line}: {other!r} is not verl's main_ppo; only PPO's command is translated"
+            f"line {chosen.line}: {other!r} is not main_ppo; only PPO's command is translated"
         )
     program = next((word for word in chosen.words if _PROGRAM.fullmatch(word)), "main_ppo")
     result = Migration(program, chosen.line)
