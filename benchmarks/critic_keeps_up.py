@@ -309,7 +309,7 @@ def of_values(found: Found, limits: Limits) -> str:
     """The results of the value pretraining in Markdown, numbers by seed."""
     lines = []
     for reward, numbers in limits.items():
-        lines.append(f"A perfect critic would explain, {reward}: {in_a_row(numbers)}.")
+        lines.append(f"Reward: {reward}. A perfect critic would explain {in_a_row(numbers)}.")
     for case in (case for case in STARTS if case in found):
         what = "Explained variance at step 1"
         index = 0

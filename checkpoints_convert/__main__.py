@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from checkpoints_convert.job import Ranks
 
 DTYPES = ("bfloat16", "float16", "float32")
+_READ = {"hf-to-megatron": ["hf"], "megatron-to-hf": ["megatron"], "verify": ["hf", "megatron"],
+         "inspect": ["path"]}  # fmt: skip
+"""Folders that a command reads."""
 BARRIER_TIMEOUT_S = 24 * 3600.0
 
 
@@ -40,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         Exit status: 0 success, 1 verification found differences, 2 invalid input or disk error.
     """
     arguments = _parser().parse_args(argv)
+    for folder in (getattr(arguments, name) for name in _READ[arguments.command]):
+        if not folder.exists():
+            where = printable(str(folder))
+            print(f"error: there is no folder {where}: correct the path", file=sys.stderr)
+            return 2
     os.environ.setdefault("MPPO_DEVICE", "cpu")
     quiet_libraries()
     import torch  # here: --help does not need it

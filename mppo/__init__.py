@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_API, "register"])
+    return sorted({*globals(), *_API, "register"})
 
 
 class _Package(ModuleType):

@@ -36,12 +36,18 @@ def load(source: str | Path | Mapping[str, Any], *overrides: str) -> Recipe:
     """Load a recipe. Its keys are checked; ``plan`` and ``train`` check all else.
 
     Args:
-        source: the recipe's file, or its content as a mapping of sections.
+        source: the recipe's file, or its content as a mapping of sections; paths and numbers of
+            numpy may be values, and ``base`` is relative to the working directory.
         overrides: keys that replace the recipe's, as ``section.key=value``.
 
     Raises:
         ConfigError: with all issues: key, value, why, and what to do.
+        InputError: an override is not a text.
     """
+    for override in overrides:
+        if not isinstance(override, str):
+            fix = "write mppo.load(recipe, 'section.key=value', ...), or *settings for a list"
+            raise InputError(f"the override {override!r} is not a text; {fix}")
     remarks: list[str] = []
     recipe = load_recipe(source, overrides, remarks)
     if discover().rank == 0:

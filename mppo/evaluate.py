@@ -16,6 +16,8 @@ from pathlib import Path
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
+from mppo.trainer.start.evaluated_recipe import evaluated_recipe
+from mppo.trainer.validation.opponent import read_opponent
 
 
 @redacted_output()
@@ -26,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         info, guard = start_guarded()
     except ValueError as error:
         return exit_report.refuse_recipe(error)
+    try:
+        opponent = read_opponent(arguments.judge, arguments.judge_model, arguments.against)
+        recipe = evaluated_recipe(arguments.config, arguments.overrides, info)
+    except ValueError as error:
+        return exit_report.refuse_recipe(error, info.rank)
     from mppo.trainer.validation.evaluation import run_evaluation  # it imports torch
 
-    return run_evaluation(arguments, info, guard)
+    return run_evaluation(recipe, opponent, arguments, info, guard)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -72,6 +72,9 @@ def add_plan_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--disk", type=float, help=disk)
 
 
+_PICTURES = (".svg", ".png", ".pdf")
+
+
 def print_plan(arguments: argparse.Namespace) -> int:
     """Check a recipe and print its plan on the first rank.
 
@@ -103,11 +106,9 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
     if info.rank:
         return 0
     from mppo.config.load import resolved_yaml
-    from mppo.planning.describe import check_picture, draw_plan
+    from mppo.planning.describe import draw_plan
     from mppo.planning.verdict import EXIT_TOO_LARGE
 
-    if arguments.picture is not None:
-        check_picture(arguments.picture)
     timing = None
     if arguments.time:
         timing = found.timing(_time_options(arguments))
@@ -146,7 +147,8 @@ def _time_options(arguments: argparse.Namespace) -> TimeOptions:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that has an effect only with another one, or without it."""
+    """Raise ConfigError for an option that has an effect only with another one, or without it, and
+    for a file that cannot be written."""
     timed = ("mean_prompt", "mean_response", "price", "search", "lengths", "turns",
              "val_prompts", "disk")  # fmt: skip
     of_turns, searched = ("turn_seconds", "turn_tokens"), ("val_prompts", "disk")
@@ -169,11 +171,33 @@ def _check_options(arguments: argparse.Namespace) -> None:
         found += issues(searched, "a search compares steps without it", fix)
     if found:
         raise ConfigError(found)
+    _check_files(arguments)
 
 
 def _plain(value: object) -> object:
     """The value of an option as it was given."""
     return str(value) if isinstance(value, Path) else value
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a file that cannot be written."""
+    if arguments.picture is not None:
+        if arguments.picture.suffix not in _PICTURES:
+            fix = f"name a file that ends with one of {', '.join(_PICTURES)}"
+            picture = str(arguments.picture)
+            raise ConfigError([ConfigIssue("--picture", picture, "unknown kind of image", fix)])
+        _check_folder("--picture", arguments.picture)
+    if arguments.search is not None:
+        if arguments.search.exists():
+            file = str(arguments.search)
+            raise ConfigError([ConfigIssue("--search", file, "it exists", "name a new file")])
+        _check_folder("--search", arguments.search)
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        why = f"the folder {path.parent} does not exist"
+        raise ConfigError([ConfigIssue(option, str(path), why, "make it first")])
 
 
 if __name__ == "__main__":

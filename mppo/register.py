@@ -54,11 +54,18 @@ class Registry(Mapping[str, Any]):
                 cell of a notebook may be executed again.
 
         Raises:
-            RegistrationError: the name is taken, or the function has other parameters.
+            RegistrationError: no name is given, it is taken, or what is registered is no function,
+                a coroutine function, or has other parameters.
         """
+        if not isinstance(name, str) or not name:
+            why = f"{name!r} is no name of a {self.noun}"
+            raise RegistrationError(why, 'write ("name") behind the decorator')
 
         def add(function: Function) -> Function:
-            origin = (function.__module__, function.__qualname__)
+            if not callable(function) or inspect.iscoroutinefunction(function):
+                why = f"the {self.noun} {name!r} is {function!r}"
+                raise RegistrationError(why, "register a function, without async")
+            origin = (function.__module__, getattr(function, "__qualname__", ""))
             self._check(name, function, origin)
             self._functions[name] = self._blaming(name, function)
             self._origins[name] = origin
@@ -100,7 +107,7 @@ class Registry(Mapping[str, Any]):
             raise RegistrationError(why, "give it another name")
         try:
             inspect.signature(function).bind(*self.parameters)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # some builtins have no signature
             why = f"the parameters of the {self.noun} {name!r} do not fit: {error}"
             raise RegistrationError(why, f"accept ({', '.join(self.parameters)})") from error
 

@@ -164,6 +164,23 @@ def read_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
     return _read_document(path, (), {})
 
 
+def document_of(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """As ``read_document``, for a mapping that a program made; its ``base`` is relative to the
+    working directory."""
+    return _with_bases(_plain(content), Path(), (), {})
+
+
+def _plain(value: Any) -> Any:
+    """A program's values as YAML has them: paths are texts, numbers of numpy Python's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _read_document(
     path: Path, chain: tuple[Path, ...], done: dict[Path, dict[str, Any]]
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
@@ -181,6 +198,17 @@ def _read_document(
     if where in done:
         return done[where], []
     document, issues = _parse_document(path)
+    done[where], base_issues = _with_bases(document, path.parent, (*chain, where), done)
+    return done[where], issues + base_issues
+
+
+def _with_bases(
+    document: dict[str, Any],
+    folder: Path,
+    chain: tuple[Path, ...],
+    done: dict[Path, dict[str, Any]],
+) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """A document over those of its ``base`` key, whose files are relative to a folder."""
     bases = document.pop(BASE_KEY, None) or []
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -188,12 +216,12 @@ def _read_document(
             ConfigIssue(BASE_KEY, bases, "is not a file name", "name one YAML file, or a list")
         ]
     merged: dict[str, Any] = {}
+    issues: list[ConfigIssue] = []
     for name in names:
-        part, part_issues = _read_document(path.parent / name, (*chain, where), done)
+        part, part_issues = _read_document(folder / name, chain, done)
         merged = merge_documents(merged, part)
         issues += part_issues
-    done[where] = merge_documents(merged, rename_keys(document, issues))
-    return done[where], issues
+    return merge_documents(merged, rename_keys(document, issues)), issues
 
 
 def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
@@ -208,7 +236,9 @@ def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
         return {}, [
-            ConfigIssue("--config", str(path), f"is not valid YAML: {_one_line(error)}", "fix it")
+            ConfigIssue(
+                "--config", str(path), f"is not valid YAML: {_one_line(error)}", _fix(error)
+            )
         ]
     if document is None:
         document = {}
@@ -241,7 +271,9 @@ def apply_overrides(
         key, equals, text = override.lstrip("+").partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
-            fix = "write section.key=value, such as actor.optim.lr=1e-6"
+            fix = "write section.key=value, such as actor.optim.lr=1e-6, without spaces"
+            if override.endswith((".yaml", ".yml", ".json")):
+                fix = f"write --config {override} if it is the recipe"
             issues.append(ConfigIssue("command line", override, "is not a setting", fix))
             continue
         try:
@@ -324,4 +356,8 @@ def _pop(document: dict[str, Any], parts: Sequence[str]) -> tuple[bool, Any]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).replace('in "<unicode string>", line', "at line")
+
+
+def _fix(error: yaml.YAMLError) -> str:
+    return "indent by spaces, not tabs" if "'\\t'" in str(error) else "correct that line"

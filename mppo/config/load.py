@@ -22,9 +22,9 @@ from pydantic import BaseModel, ValidationError
 from mppo.config.document import (
     BASE_KEY,
     apply_overrides,
+    document_of,
     merge_documents,
     read_document,
-    rename_keys,
 )
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
@@ -105,7 +105,7 @@ def read_recipe(
     if isinstance(given, Recipe):
         document = given.model_dump(mode="json")
     elif isinstance(given, Mapping):
-        document = rename_keys(given, issues)
+        document, issues = document_of(given)
     elif given is not None:
         document, issues = read_document(Path(given))
         if not document and issues:

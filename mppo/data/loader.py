@@ -8,8 +8,9 @@ from random import Random
 from typing import Any
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError
 from mppo.data.content import check_same_rows
+from mppo.data.rows import too_few_prompts
 from mppo.data.source import PromptSet, SourceShare
 from mppo.safety.input_error import InputError
 
@@ -24,9 +25,7 @@ def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
         ConfigError: there are fewer prompts than a batch holds.
     """
     if batch_size > len(prompt_set):
-        why = f"a batch would repeat prompts: there are only {prompt_set.summary()}"
-        fix = f"give more prompts, or set it and ppo_mini_batch_size to at most {len(prompt_set)}"
-        raise ConfigError([ConfigIssue("data.train_batch_size", batch_size, why, fix)])
+        raise ConfigError([too_few_prompts(batch_size, len(prompt_set), prompt_set.summary())])
 
 
 class PromptLoader:

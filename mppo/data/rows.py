@@ -84,6 +84,13 @@ def read_rows(
     return read_converted(files, key, convert, fix + key, limit)
 
 
+def too_few_prompts(batch_size: int, count: int, summary: str) -> ConfigIssue:
+    """The issue of prompts that do not fill a batch."""
+    why = f"a batch would repeat prompts: there are only {summary}"
+    fix = f"give more prompts, or set it and ppo_mini_batch_size to at most {count}"
+    return ConfigIssue("data.train_batch_size", batch_size, why, fix)
+
+
 def read_converted(
     files: Sequence[str], key: str, convert: Convert, fix: str, limit: int | None = None
 ) -> list[Any]:

@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     most = f"most rows of the table (default: {_ROWS})"
     parser.add_argument("--rows", type=int, default=_ROWS, help=most)
     chosen = parser.parse_args(argv)
-    shown = slice(max(chosen.first, 0), max(chosen.first, 0) + max(chosen.rows, 1))
+    if chosen.first < 0 or chosen.rows < 1:
+        given = f"--first {chosen.first} --rows {chosen.rows}"
+        parser.error(f"{given}: rows count from 0, show 1 or more")
+    shown = slice(chosen.first, chosen.first + chosen.rows)
     step, folder, stale = _chosen_step(parser, chosen.folder, chosen.step, chosen.stale)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,10 +35,12 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
     Args:
         timeout_s: seconds after which a collective with a missing rank fails.
     """
+    hook = sys.excepthook
     init_process_group(info, timeout_s)
     try:
         yield
     finally:
+        sys.excepthook = hook  # torch's writes the rank before each line, also of later exceptions
         if dist.is_initialized():
             dist.destroy_process_group()
     if info.how == "mpi":

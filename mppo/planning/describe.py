@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import GIB
 from mppo.config.load import resolved_yaml
 from mppo.config.schema import Recipe
@@ -29,7 +28,6 @@ from mppo.planning.verdict import Moment, describe_verdict
 from mppo.report.residency import PhaseBars, draw_residency
 
 RANKS_SHOWN = 64
-PICTURES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,6 @@ class RunPlan:
         Raises:
             ConfigError: an option is wrong, or the library is missing.
         """
-        if options.search is not None:
-            check_recipe_file(options.search)
         timing = Timing.of(self.recipe, self.fit.gpu, options)
         return lambda: self._predicted(timing)
 
@@ -163,25 +159,6 @@ def draw_plan(plan: RunPlan, picture: Path) -> None:
     title = f"{plan.recipe.trainer.experiment_name}, rank {fit.tightest}, {fit.gpu.name}"
     draw_residency(title, residency_bars(fit), fit.gpu.nbytes, picture)
     print(f"\ndrawn: {picture}")
-
-
-def check_picture(path: Path) -> None:
-    """Raise ConfigError if the picture cannot be written there."""
-    if path.suffix not in PICTURES:
-        fix = f"name a file that ends with one of {', '.join(PICTURES)}"
-        raise ConfigError([ConfigIssue("--picture", str(path), "unknown kind of image", fix)])
-    if not path.absolute().parent.is_dir():
-        why = f"the folder {path.parent} does not exist"
-        raise ConfigError([ConfigIssue("--picture", str(path), why, "make it first")])
-
-
-def check_recipe_file(path: Path) -> None:
-    """Raise ConfigError if a recipe cannot be written there."""
-    if path.exists():
-        raise ConfigError([ConfigIssue("--search", str(path), "it exists", "name a new file")])
-    if not path.absolute().parent.is_dir():
-        why = f"the folder {path.parent} does not exist"
-        raise ConfigError([ConfigIssue("--search", str(path), why, "make it first")])
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:

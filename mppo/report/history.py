@@ -116,7 +116,7 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
                 rows.append(_row(line))
         except ValueError as error:
             if number <= len(lines):
-                raise InputError(f"line {number}: {error}") from error
+                raise InputError(f"{path}, line {number}: {error}") from error
     return rows
 
 

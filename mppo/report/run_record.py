@@ -11,8 +11,9 @@ from typing import Any
 
 from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of
 from mppo.report.events import RunEvent, read_events
-from mppo.report.files import METRICS, SAMPLES
+from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import read_history
+from mppo.report.status import FILE as STATUS
 from mppo.report.status import Status, read_status
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_file
@@ -93,9 +94,14 @@ def read_run(path: str | Path) -> RunRecord:
     """Read what a run has written.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: there is no such folder, or it holds other things than a run. One that is empty
+            is a run that has written nothing yet.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such run folder; give trainer.default_local_dir")
+    files = (METRICS, RECIPE, SAMPLES, STATUS)
+    if any(folder.iterdir()) and not any((folder / name).is_file() for name in files):
+        why = f"is not a run folder: it has no {METRICS} and no {RECIPE}"
+        raise InputError(f"{folder} {why}; give trainer.default_local_dir")
     return RunRecord(folder)

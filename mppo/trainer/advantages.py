@@ -300,7 +300,8 @@ def _outcome_advantages(
     advantage_E = formula(outcome_E, batch.group_B[last_E], episodes.sum(length_B), options)
     shape = getattr(advantage_E, "shape", None)
     if shape != outcome_E.shape:
-        what = f"the advantage estimator {algorithm.adv_estimator!r} returned {shape}"
+        found = shape or type(advantage_E).__name__
+        what = f"the advantage estimator {algorithm.adv_estimator!r} returned {found}"
         raise InputError(f"{what}; return one number for each of {len(outcome_E)} responses")
     advantages_T = expand_to_tokens(batch.here(advantage_E[episodes.of_B]), cu_seqlens) * mask_T
     return advantages_T, advantages_T

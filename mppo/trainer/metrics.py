@@ -50,18 +50,25 @@ def batch_metrics(
     Arguments as of :class:`StepData`.
 
     Raises:
-        InputError: a plugin's metric is no number.
+        InputError: a plugin's metric is no number, or has the name of another.
     """
     data = StepData(scored, outputs, experience, step, recipe)
     metrics: dict[str, float] = {}
     for name, compute in register.metric.items():
         found = compute(data)
-        metrics |= found if name in register.metric.own else {name: _number(name, found)}
+        own = name in register.metric.own
+        metrics |= found if own else {name: plugin_number(name, found, metrics)}
     return metrics
 
 
-def _number(name: str, found: Any) -> float:
-    """The value of a plugin's metric: a number, or a tensor of one."""
+def plugin_number(name: str, found: Any, metrics: Mapping[str, float]) -> float:
+    """The value of a plugin's metric: a number, or a tensor of one.
+
+    Raises:
+        InputError: it is something else, or ``metrics`` has one of its name.
+    """
+    if name in metrics:
+        raise InputError(f"mppo, too, has the metric {name!r}; register yours by another name")
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -158,7 +158,8 @@ def decide(
     if changed and start != "disable" and trainer.on_existing_run == "refuse":
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         why = (
-            f"the run folder holds results of another recipe ({'; '.join(changed[:_SHOWN])}{more})"
+            f"the run folder holds results of another recipe ({'; '.join(changed[:_SHOWN])}{more}) "
+            "and no checkpoint (trainer.save_freq) to go on from"
         )
         fix = (
             "choose another folder (trainer.experiment_name or trainer.default_local_dir), or set "

@@ -236,7 +236,8 @@ def test_two_runs_share_their_plots(page, tmp_path):
 def test_small_numbers_have_labels_and_a_line_of_zeros_an_axis_to_one(page, tmp_path):
     rows = [(i, {"actor/lr": 1e-6, "policy/entropy_avg": 5.539 + i * 2e-5}) for i in range(1, 9)]
     lines = [json.dumps({"step": i, "critic/score/mean": 0, **row}) + "\n" for i, row in rows]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    first = json.dumps({"step": 0, "val-core/sums/reward/mean": 0.5}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text("".join([first, *lines]))
     page.open(url_of(tmp_path))
     plot = "Object.entries(mppoPlots).find(([id]) => {0} === id)[1]"
     number = {spec.title: f"plot-{i}" for i, spec in enumerate(SPECS)}
@@ -249,6 +250,8 @@ def test_small_numbers_have_labels_and_a_line_of_zeros_an_axis_to_one(page, tmp_
     )
     scale = page.look(plot.format(f"'{number['Reward']}'") + ".scales.y")
     assert (scale["min"], scale["max"]) == (0, 1)
+    scale = page.look(plot.format(f"'{number['Validation by source']}'") + ".scales.x")
+    assert (scale["min"], scale["max"]) == (-1, 1), "around the only point"
     assert page.errors == []
 
 

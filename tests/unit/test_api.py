@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recipe_list import RECIPES
 
@@ -53,6 +54,24 @@ def test_a_recipe_comes_from_a_file_or_a_mapping(tmp_path):
     assert of_file.file == file
     assert of_mapping.file is None
     assert of_mapping == load_recipe(TINY) == mppo.load(of_mapping)
+
+
+def test_a_mapping_may_hold_what_programs_have(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text("actor: {optim: {lr: 2.0e-5, eps: 1.0e-9}}\n")
+    given = {"base": str(base), "model": {"path": tmp_path}, "trainer": {"seed": np.int64(3)}}
+    recipe = mppo.load(given | {"actor": {"optim": {"lr": np.float64(1e-4)}}})
+    assert (recipe.model.path, recipe.trainer.seed) == (str(tmp_path), 3)
+    assert (recipe.actor.optim.lr, recipe.actor.optim.eps) == (1e-4, 1e-9)
+    assert given["base"] == str(base)
+    with pytest.raises(mppo.ConfigError, match="gone"):
+        mppo.load({"base": "gone.yaml"})
+
+
+@pytest.mark.parametrize("settings", [["actor.optim.lr=1"], {"actor.optim.lr": 1}])
+def test_an_override_is_a_text(settings):
+    with pytest.raises(InputError, match=r"is not a text; write mppo\.load.* or \*settings"):
+        mppo.load(TINY, settings)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -124,14 +143,22 @@ class WrongParameters:
         pass
 
 
+class Coroutine:
+    async def on_end(self):
+        pass
+
+
 WRONG = [
     (Misspelt(), "Misspelt has on_stepp; did you mean on_step?"),
     (print, "print has no method of a callback; give it one of on_step, on_batch, on_end"),
     (WrongParameters(), "on_batch of the callback WrongParameters cannot be called"),
+    (Coroutine(), "on_end of the callback Coroutine is a coroutine function"),
 ]
 
 
-@pytest.mark.parametrize(("callback", "message"), WRONG, ids=["name", "function", "parameters"])
+@pytest.mark.parametrize(
+    ("callback", "message"), WRONG, ids=["name", "function", "parameters", "coroutine"]
+)
 def test_a_wrong_callback_is_refused_before_anything_is_imported(callback, message):
     with pytest.raises(InputError) as found:
         mppo.train(mppo.load(TINY), callbacks=[callback])
@@ -159,6 +186,8 @@ def test_a_folder_without_files_reads_as_an_empty_run(tmp_path):
         mppo.read_run(tmp_path).samples  # noqa: B018
     with pytest.raises(InputError, match="there is no such run folder"):
         mppo.read_run(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is not a run folder"):
+        mppo.read_run(tmp_path.parent)
 
 
 def test_metrics_become_a_data_frame_if_pandas_is_there(tmp_path):

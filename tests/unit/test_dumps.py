@@ -187,6 +187,10 @@ def test_a_step_of_many_sequences_is_shown_in_parts(tmp_path, capsys):
     assert "10000 rows; add --first 20 to see the next" in shown.err
     numbers = [line.split()[1] for line in shown.out.splitlines() if line.startswith("│")]
     assert numbers == [str(number) for number in range(20)]
+    for wrong in (["--rows", "0"], ["--first", "-1"]):
+        with pytest.raises(SystemExit, match="2"):
+            inspect([str(tmp_path), *wrong])
+        assert "rows count from 0, show 1 or more" in capsys.readouterr().err
     assert inspect([str(tmp_path), "--first", "9990"]) == 0
     shown = capsys.readouterr()
     assert not shown.err

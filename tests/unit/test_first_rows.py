@@ -15,16 +15,19 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scorer import Scorer
 from mppo.train import main
+from mppo.trainer.start import first_rows
 from mppo.trainer.start.first_rows import odd_values, row_issues
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 
 
-def faults(tmp_path, row, *keys) -> list[tuple[str, str]]:
-    """Key and reason of the issues of a file with one row."""
+def faults(tmp_path, row, *keys, size: int = 1) -> list[tuple[str, str]]:
+    """Key and reason of the issues of a file with one row, and batches of ``size``."""
     file = tmp_path / "mine.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    recipe = load_recipe(None, [f"data.train_files=[{file}]", "model.path=builtin:tiny", *keys])
+    file.write_text(row if isinstance(row, str) else json.dumps(row) + "\n")
+    batches = [f"data.train_batch_size={size}", f"actor.ppo_mini_batch_size={size}"]
+    given = [f"data.train_files=[{file}]", "model.path=builtin:tiny", *batches, *keys]
+    recipe = load_recipe(None, given)
     return [(issue.key, issue.why) for issue in row_issues(recipe)]
 
 
@@ -57,6 +60,18 @@ def test_the_first_row_shows_what_a_file_lacks(row, keys, key, why, tmp_path):
 )
 def test_a_usable_row_and_files_that_are_elsewhere_are_no_faults(row, keys, tmp_path):
     assert faults(tmp_path, row, *keys) == []
+
+
+def test_small_files_are_read_entirely_and_long_ones_by_their_first_row(tmp_path, monkeypatch):
+    two, math = json.dumps(ROW) + "\n" + '{"prompt": "1+1="\n', "reward.verifier=math"
+    ((key, why),) = faults(tmp_path, two, math)
+    assert key.endswith("mine.jsonl line 2")
+    assert why.startswith("not valid JSON")
+    ((key, why),) = faults(tmp_path, ROW, math, size=8)
+    assert key == "data.train_batch_size"
+    assert why.startswith("a batch would repeat prompts: there are only 1 in ")
+    monkeypatch.setattr(first_rows, "_SMALL", 10)
+    assert faults(tmp_path, two, math, size=8) == []
 
 
 def test_values_that_are_most_likely_mistakes_are_named():

@@ -36,6 +36,8 @@ CALLS = [
     (["data.train_files=[nowhere.jsonl]"], 2),
     (["data.task=arithmetic", "model.path=Qwen/Qwen2.5-0.5B-Instruct"], 2),
     (["data.task=arithmetic", "actor_rollout_ref.rollout.name=vllm"], 2),
+    (["data.task=arithmetic", "--dry-run", "--picture", "plan.docx"], 2),
+    (["data.task=arithmetic", "--dry-run", "--price", "2"], 2),
 ]
 
 
@@ -58,6 +60,37 @@ def told(module: str, arguments: list[str], folder: Path) -> tuple[int, list[str
 @pytest.mark.parametrize(("arguments", "code"), CALLS, ids=[" ".join(call) for call, _ in CALLS])
 def test_nothing_heavy_is_imported_to_tell_it(arguments, code, tmp_path):
     assert told("mppo.train", arguments, tmp_path) == (code, [])
+
+
+JUDGE = ["--judge", "http://127.0.0.1:9/v1/chat/completions", "--judge-model", "name"]
+REWARD = ["reward.name=function", "reward.function=mine.py:score"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [REWARD, ["reward.verifier=exact"], [*JUDGE, "--against", "gone.jsonl"], ["data.val_size=0"]],
+    ids=["reward", "row", "judge", "nothing"],
+)
+def test_an_evaluation_tells_faults_of_code_and_rows_before_it_imports_torch(arguments, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(answer): return 1.0\n")
+    row = {"prompt": "1+1=", "answer": "2"}
+    rows = [row, {} if "exact" in arguments[0] else row]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    recipe = {
+        "model": {"path": "builtin:tiny"},
+        "data": {"train_files": ["elsewhere.jsonl"], "val_files": ["val.jsonl"]},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    code, imported = told("mppo.evaluate", ["--config", "recipe.yaml", *arguments], tmp_path)
+    assert code == 2
+    assert not {"torch", "transformers"} & set(imported)
+
+
+def test_a_conversion_tells_a_missing_folder_before_it_imports_torch(tmp_path):
+    arguments = ["verify", "--hf", str(tmp_path), "--megatron", "gone"]
+    code, imported = told("checkpoints_convert.__main__", arguments, tmp_path)
+    assert code == 2
+    assert "torch" not in imported
 
 
 def programs() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,12 +130,13 @@ def probe(tmp_path: Path, command: list[str], *arguments: str) -> subprocess.Com
 
 @pytest.mark.parametrize("way", [None, RuntimeError, SystemExit, KeyboardInterrupt])
 def test_the_process_group_is_destroyed_on_every_way_out(way):
-    expected = pytest.raises(way) if way else contextlib.nullcontext()
+    expected, hook = pytest.raises(way) if way else contextlib.nullcontext(), sys.excepthook
     with expected, process_group.process_group(discover({}), timeout_s=60):
         assert dist.is_initialized()
         if way:
             raise way
     assert not dist.is_initialized()
+    assert sys.excepthook is hook  # torch's would prefix later exceptions of a program by the rank
 
 
 @pytest.mark.server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from bad_recipe import GOOD, assert_one_fault, refusal
 
 from mppo import register
@@ -136,3 +137,27 @@ def test_exceptions_of_added_functions_are_the_users_faults():
 
     with pytest.raises(MemoryError):
         mine["full"](0)
+
+
+class Callable:
+    async def later(self, data):
+        return 1.0
+
+
+def test_what_is_no_function_or_has_no_name_is_not_registered():
+    with pytest.raises(RegistrationError, match="is no name of a metric; write"):
+        register.metric(print)  # type: ignore[arg-type]
+    for wrong in (5, Callable().later, dict):
+        with pytest.raises(RegistrationError, match="the metric 'mine'"):
+            register.metric("mine")(wrong)  # type: ignore[arg-type]
+    assert "mine" not in register.metric.names
+
+
+def test_a_metric_replaces_none_of_ours():
+    from mppo.trainer.metrics import plugin_number
+
+    assert plugin_number("mine", torch.tensor(2.0), {"critic/score/mean": 1.0}) == 2.0
+    with pytest.raises(
+        InputError, match=r"mppo, too, has the metric 'critic/score/mean'; register"
+    ):
+        plugin_number("critic/score/mean", 7.0, {"critic/score/mean": 1.0})

@@ -169,9 +169,15 @@ def test_the_program_writes_a_file_and_refuses_other_folders(tmp_path, capsys):
     output = tmp_path / "other.html"
     assert main([str(tmp_path), "-o", str(output)]) == 0
     assert "mppo/run" in output.read_text()
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path / "nothing")])
-    assert "is not a run folder" in capsys.readouterr().err
+    wrong = {
+        "is not a run folder": [str(tmp_path / "nothing")],
+        "is a folder: name a file": [str(tmp_path), "-o", str(tmp_path)],
+        "does not exist: make it first": [str(tmp_path), "-o", str(tmp_path / "no" / "a.html")],
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert message in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("no JSON\n")
     assert main([str(tmp_path)]) == 2
     assert "line 1: is not JSON" in capsys.readouterr().err

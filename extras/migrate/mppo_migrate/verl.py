@@ -15,7 +15,12 @@ from mppo_migrate.row import Setting
 from mppo_migrate.shell import Command
 
 _SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/]+)*)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"verl\.trainer\.main_ppo|(.*/)?main_ppo\.py|(.*/)?run_\S*\.sh")
+_PROGRAM = re.compile(
+    r"verl\.trainer\.main_ppo|recipe(\.\w+)+\.main_\w+|(.*/)?main_(ppo|dapo)\.py|(.*/)?run_\S*\.sh"
+)
+_OTHER = re.compile(
+    r"verl\.trainer\.(?!main_ppo)[\w.]+|(.*/)?(\w*sft_trainer|main_(eval|generation))\w*\.py"
+)
 _EXTRA = (
     Setting("rollout.name", "sglang", "verl's default, vLLM, is not supported"),
     Setting("data.answer_key", "reward_model.ground_truth", "the column of verl's parquet files"),
@@ -30,7 +35,7 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
             a script add theirs.
 
     Raises:
-        ValueError: no command has a setting of verl.
+        ValueError: no command has a setting of verl, or it trains by something else than PPO.
     """
     known = [(command, sum(_is_known(word) for word in command.words)) for command in commands]
     chosen, count = max(known, key=lambda pair: pair[1], default=(None, 0))
@@ -38,6 +43,10 @@ def migrate_settings(commands: Sequence[Command]) -> Migration:
         raise ValueError(
             "it has no setting key=value of verl; give the command of main_ppo, or the script that "
             "starts it. docs/migrating.md#verl has the keys that are known"
+        )
+    if other := next((word for word in chosen.words if _OTHER.fullmatch(word)), None):
+        raise ValueError(
+            f"line {chosen.line}: {other!r} is not main_ppo; only PPO's command is translated"
         )
     program = next((word for word in chosen.words if _PROGRAM.fullmatch(word)), "main_ppo")
     result = Migration(program, chosen.line)

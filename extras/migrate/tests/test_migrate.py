@@ -137,6 +137,15 @@ def test_launchers_of_a_command_are_read(launch, tmp_path):
     assert not [line for line in remarks if "not a setting" in line]
 
 
+def test_a_program_of_verls_recipes_is_found_behind_its_launcher(tmp_path):
+    launch = "ray job submit --no-wait --runtime-env=e.yaml --address http://x:1 -- python3 -m"
+    command = f"{launch} recipe.dapo.main_dapo data.train_batch_size=512 trainer.nnodes=4"
+    recipe, written, remarks = recipe_of(tmp_path, "verl", command)
+    assert (recipe.data.train_batch_size, recipe.trainer.nnodes) == (512, 4)
+    assert "recipe.dapo.main_dapo" in written
+    assert not [line for line in remarks if "not a setting" in line]
+
+
 def test_a_launcher_may_start_a_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = "python3 -m verl.trainer.main_ppo data.train_batch_size=512 trainer.nnodes=2 $@"
@@ -160,6 +169,14 @@ def test_another_trainer_of_trl_does_not_become_ppo(command, other):
         migrate("trl", command)
     assert f"line 1: {other!r} is not TRL's PPO" in str(error.value)
     assert "algorithm.adv_estimator" in str(error.value)
+
+
+@pytest.mark.parametrize("other", ["verl.trainer.fsdp_sft_trainer", "verl/trainer/main_eval.py"])
+def test_another_program_of_verl_does_not_become_ppo(other):
+    command = f"torchrun {'' if other.endswith('py') else '-m '}{other} data.train_batch_size=8"
+    with pytest.raises(ValueError, match="only PPO's command is translated") as error:
+        migrate("verl", command)
+    assert f"line 1: {other!r}" in str(error.value)
 
 
 def test_trl_minimal(tmp_path):

@@ -259,7 +259,7 @@ def test_a_timeline_is_a_chrome_trace(tmp_path):
         (["--rank", "8"], "--rank 8: the world has 8 ranks; choose one from 0 to 7"),
         (["--rank", "-1"], "--rank -1: the world has 8 ranks"),
         (["--steps", "0"], "--steps 0: simulate at least one step"),
-        (["--world-size", "5"], "8, but 5 ranks were started"),
+        (["--world-size", "5"], "8, but the run has 5 ranks"),
         (["actor.ppo_mini_batch_sise=3"], "ppo_mini_batch_sise"),
         (["model.path=/nowhere/at-all"], "/nowhere/at-all"),
         (["--timeline", "/nowhere/trace.json"], "--timeline /nowhere/trace.json: no folder"),

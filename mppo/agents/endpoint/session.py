@@ -208,7 +208,7 @@ class Session:
         return PolicyAnswer(place.context, choices)
 
     async def count(self, ask: Ask) -> int:
-        """Number of tokens before the turn that is asked for."""
+        """Number of tokens in the context of the turn that a request asks for."""
         return len((await self._place(ask)).context)
 
     async def _place(self, ask: Ask) -> _Place:
@@ -245,7 +245,7 @@ class Session:
         return _Place(parent, context, given, asked if rest else [], ("text", prompt))
 
     async def _sample(self, context: Sequence[int], most: int) -> SampledTurn:
-        """A turn; an engine that is interrupted is asked for the rest."""
+        """Sample a turn. If an update interrupts the engine, ask it for the rest."""
         ids: list[int] = []
         logprobs, parts, reason, experts = [], [], "abort", None
         while reason == "abort" and len(ids) < most:

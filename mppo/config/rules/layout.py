@@ -39,8 +39,8 @@ def ranks_match_nodes_and_gpus(context: RuleContext) -> Iterator[ConfigIssue]:
             "trainer.n_gpus_per_node",
             per_node,
             f"trainer.nnodes x trainer.n_gpus_per_node = {nodes} x {per_node} = "
-            f"{nodes * per_node}, but {context.world_size} ranks were started",
-            f"start {nodes * per_node} ranks, or {other}",
+            f"{nodes * per_node}, but the run has {context.world_size} ranks",
+            f"give it {nodes * per_node} ranks, or {other}",
         )
 
 

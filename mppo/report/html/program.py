@@ -34,12 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in chosen.runs:
         if not any((folder / name).is_file() for name in (METRICS, RECIPE, STATUS)):
             parser.error(f"{folder} is not a run folder: it has no {METRICS} and no {RECIPE}")
+    output = chosen.output or (chosen.runs[0] if len(chosen.runs) == 1 else Path()) / PAGE
+    if output.is_dir():
+        parser.error(f"--output {output} is a folder: name a file, such as {output / PAGE}")
+    if not output.absolute().parent.is_dir():
+        parser.error(f"--output {output}: the folder {output.parent} does not exist: make it first")
     from mppo.report.html.page import page_data, page_text  # here: it imports torch
 
     try:
         if chosen.serve:
             return _serve(chosen.runs, chosen.port)
-        output = chosen.output or (chosen.runs[0] if len(chosen.runs) == 1 else Path()) / PAGE
         replace_text(output, page_text(page_data(chosen.runs)))
         print(output)
     except (OSError, ValueError) as error:

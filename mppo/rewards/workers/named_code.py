@@ -51,7 +51,7 @@ def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., A
         raise ConfigError([ConfigIssue(key, name, why, fix)])
     try:
         found = _imported(name, _written_at(where))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"importing {where} failed: {type(error).__name__}: {error}"
         issue = ConfigIssue(key, name, why, "correct the module, or its path")
         raise ConfigError([issue]) from error

@@ -1,4 +1,5 @@
-"""The first row of each data file that is on this machine, read before anything is started."""
+"""Data files that are on this machine, read before anything is started: small ones entirely, of
+others the first row."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from mppo import register
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.config.sections.data import SourceConfig
-from mppo.data.rows import DataRow, read_rows
+from mppo.data.rows import DataRow, read_rows, too_few_prompts
 from mppo.rewards.verifiers import unknown, verifier_for
 
+SPLITS = ("train", "val")
 _HIGH_RATE = 0.1
+_SMALL = 8 << 20
+"""Most bytes of a file whose rows are all read."""
 
 
-def row_issues(recipe: Recipe) -> list[ConfigIssue]:
-    """Faults that the first row of a file shows: no row, a missing column, no verifier for it.
+def row_issues(recipe: Recipe, splits: Sequence[str] = SPLITS) -> list[ConfigIssue]:
+    """Faults that the first rows show: none, a missing column, no verifier, too few for a batch.
 
     Where there are any, all rows are read, so that all faults are told at once. Files that are not
     on this machine, or need a package that is not, are left to the run.
@@ -24,13 +28,30 @@ def row_issues(recipe: Recipe) -> list[ConfigIssue]:
     issues: list[ConfigIssue] = []
     for key, source in recipe.data.prompt_sources.items():
         for limit in (1, None):
-            rows, found = _read(key, source, limit)
+            rows, found = _read(key, source, splits, limit)
             found += _verifier_issues(recipe, key, source, rows)
             if not found:
                 break
         else:
             issues += found
-    return issues
+    return issues or [*(_batch_issues(recipe) if "train" in splits else ())]
+
+
+def _batch_issues(recipe: Recipe) -> Iterator[ConfigIssue]:
+    """Too few rows for a batch, if small files have all of them."""
+    size, (source, *others) = recipe.data.train_batch_size, recipe.data.prompt_sources.values()
+    files = source.train_files
+    if others or not files or not all(map(_is_small, files)):
+        return
+    rows, issues = _read("data", source, ("train",), None)
+    rows = rows[: source.train_size]
+    if not issues and 0 < len(rows) < size:
+        yield too_few_prompts(size, len(rows), f"{len(rows)} in {', '.join(files)}")
+
+
+def _is_small(file: str) -> bool:
+    path = Path(file).expanduser()
+    return path.is_file() and path.stat().st_size <= _SMALL
 
 
 def odd_values(recipe: Recipe) -> Iterator[str]:
@@ -48,20 +69,21 @@ def odd_values(recipe: Recipe) -> Iterator[str]:
 
 
 def _read(
-    key: str, source: SourceConfig, limit: int | None
+    key: str, source: SourceConfig, splits: Sequence[str], limit: int | None
 ) -> tuple[list[DataRow], list[ConfigIssue]]:
     """Rows of each file of a source, at most ``limit`` of each, and what is wrong with others."""
     assert source.prompt_key is not None
     rows: list[DataRow] = []
     issues: list[ConfigIssue] = []
-    splits = {"train": source.train_files, "val": source.val_files if source.val_size != 0 else ()}
-    for split, files in splits.items():
-        for file in files:
+    used = {"train": source.train_files, "val": source.val_files if source.val_size != 0 else ()}
+    for split in splits:
+        for file in used[split]:
             if not Path(file).expanduser().is_file():
                 continue
             name, keys = f"{key}.{split}_files", (source.prompt_key, source.answer_key)
             try:
-                rows += read_rows([file], name, *keys, limit, source.name)
+                most = None if _is_small(file) else limit
+                rows += read_rows([file], name, *keys, most, source.name)
             except ConfigError as error:
                 if not isinstance(error.__cause__, ModuleNotFoundError):
                     issues += error.issues

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mppo.agents.function import check_agent
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
-from mppo.trainer.start.first_rows import row_issues
+from mppo.trainer.start.first_rows import SPLITS, row_issues
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
 
 def input_issues(
-    recipe: Recipe, remarks: list[str] | None = None, parts: UserParts = NO_PARTS
+    recipe: Recipe,
+    remarks: list[str] | None = None,
+    parts: UserParts = NO_PARTS,
+    splits: Sequence[str] = SPLITS,
 ) -> list[ConfigIssue]:
-    """Import the recipe's reward function, agent and tools, check their parameters, and read the
-    first row of the data files that are here.
+    """Import the recipe's reward function, agent and tools, check their parameters, and read rows
+    of the data files that are here.
 
     Args:
         remarks: receives a line for code that needs a package that is not installed here; None:
             that is an issue.
         parts: what a program gives instead of a name.
+        splits: files that are read, of ``SPLITS``.
     """
-    if recipe.trainer.replay is not None:
+    if recipe.trainer.replay is not None and "train" in splits:
         return []
-    issues = row_issues(recipe)
+    issues = row_issues(recipe, splits)
     reward, agent = recipe.reward, recipe.rollout.agent
     if reward.name == "function" and parts.reward is None:
         try:

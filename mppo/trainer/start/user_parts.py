@@ -72,6 +72,9 @@ def _check(callback: object) -> None:
         why = f"has {', '.join(sorted(wrong)) or 'no method of a callback'}"
         raise InputError(f"callbacks: {_name(callback)} {why}; {fix}")
     for name in found:
+        if inspect.iscoroutinefunction(getattr(callback, name)):
+            why = f"{name} of the callback {_name(callback)} is a coroutine function"
+            raise InputError(f"{why}, which nothing would await; write it without async")
         try:
             inspect.signature(getattr(callback, name)).bind(*[None] * _CALLS[name])
         except TypeError as error:

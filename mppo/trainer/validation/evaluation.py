@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.build import EpisodeAgent, build_agent, with_agent
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import has_interleaved_role
 from mppo.config.schema import Recipe
-from mppo.config.variables import unknown_variables
 from mppo.data.source import load_prompts
 from mppo.data.token_ids import check_token_ids
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
-from mppo.hub.data_sets import fetch_data_set
-from mppo.hub.download import fetch_model
 from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
@@ -45,8 +40,9 @@ from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import exit_code, report_failure
+from mppo.trainer.start.evaluated_recipe import NO_PROMPTS
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
-from mppo.trainer.validation.opponent import Opponent, read_opponent
+from mppo.trainer.validation.opponent import Opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
@@ -79,8 +75,18 @@ class Evaluation:
         return self.recipe.trainer.run_dir / "evaluate"
 
 
-def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankGuard) -> int:
+def run_evaluation(
+    recipe: Recipe,
+    opponent: Opponent | None,
+    arguments: argparse.Namespace,
+    info: LaunchInfo,
+    guard: RankGuard,
+) -> int:
     """Evaluate as ``mppo-evaluate`` does. Collective.
+
+    Args:
+        recipe: as ``evaluated_recipe`` has checked it.
+        opponent: with which each response is compared; None: with none.
 
     Returns:
         The exit code: 0, 2 for an invalid recipe or input, 1 for another failure.
@@ -90,9 +96,8 @@ def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankG
     except ValueError as error:
         return exit_report.refuse_recipe(error)
     try:
-        opponent = read_opponent(arguments.judge, arguments.judge_model, arguments.against)
-        recipe = _load(arguments, info)
         guard.set_limit(recipe.trainer.heartbeat_timeout_s)
+        _check_models(recipe)
         evaluation = prepare_evaluation(recipe, info)
         if opponent is not None:
             opponent.check(evaluation.prompts, recipe.rollout.validation.n)
@@ -104,41 +109,6 @@ def run_evaluation(arguments: argparse.Namespace, info: LaunchInfo, guard: RankG
     except BaseException as error:
         return exit_code(error, info, recipe)
     return 0
-
-
-_UNUSED = re.compile(
-    r"(actor|critic|ref|algorithm)\..*|data\.((sources\.\d+\.)?train_|ptx_files).*|"
-    r"trainer\.(nnodes|n_gpus_per_node|logger|replay|total_|save_|schedule).*"
-)
-"""Keys that an evaluation does not read."""
-
-
-def concerns_evaluation(key: str) -> bool:
-    """Whether an evaluation reads a key: layouts, optimizers, training data, loggers and models of
-    other roles may be those of another machine."""
-    return _UNUSED.fullmatch(key) is None
-
-
-def _load(arguments: argparse.Namespace, info: LaunchInfo) -> Recipe:
-    """Read and check the recipe and its models.
-
-    Raises:
-        ConfigError, ValueError: they cannot be evaluated.
-    """
-    remarks = unknown_variables(os.environ)
-    recipe = load_checked(
-        arguments.config,
-        arguments.overrides,
-        info.world_size,
-        remarks=remarks,
-        fetch_model=fetch_model,
-        fetch_data_set=fetch_data_set,
-        concerns=concerns_evaluation,
-    )
-    _check_models(recipe)
-    for remark in remarks if info.rank == 0 else ():
-        exit_report.say(remark)
-    return recipe
 
 
 def _make_folders(arguments: argparse.Namespace) -> None:
@@ -192,10 +162,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         exit_report.say(f"validation: {validation.summary()}")
     prompts = validation.prompts
     if not prompts:
-        fix = "set data.val_files, or a data.task and a data.val_size above 0"
-        raise ConfigError(
-            [ConfigIssue("data.val_files", [], "there are no validation prompts", fix)]
-        )
+        raise ConfigError([NO_PROMPTS])
     check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
     scorer = build_scorer(

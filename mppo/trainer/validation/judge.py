@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from mppo.rewards.remote.server import RewardServer, ServerFailure
 from mppo.safety.foreign_text import quoted
-from mppo.supervision.phase import tick
 
 Verdict = Literal["A", "B", "C"]
 """The first answer, the second answer, or neither is better."""
@@ -129,6 +128,8 @@ def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judg
     Args:
         server: the judge's endpoint, ``.../v1/chat/completions``.
     """
+
+    from mppo.supervision.phase import tick  # it imports torch
 
     def both_orders(pair: Pair) -> Verdict | str:
         try:

@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.rewards.remote.server import RewardServer
 from mppo.safety.input_files import read_text
 from mppo.trainer.validation.judge import Judgements, Pair, judge_pairs
+
+if TYPE_CHECKING:  # it imports torch
+    from mppo.batch.prompt import Prompt
 
 KEY_VARIABLE = "MPPO_JUDGE_API_KEY"
 """Environment variable of the judge's key."""

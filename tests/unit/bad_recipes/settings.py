@@ -262,7 +262,7 @@ SETTINGS = [
     ("a run folder that is a file", "trainer.default_local_dir={file}",
      "trainer.default_local_dir", "is a file"),
     ("more ranks than started", "trainer.nnodes=2 trainer.n_gpus_per_node=8",
-     "trainer.n_gpus_per_node", "but 1 ranks were started"),
+     "trainer.n_gpus_per_node", "but the run has 1 ranks"),
     ("a checkpoint nobody loads", "trainer.resume_from_path=runs/x", "trainer.resume_from_path",
      "no effect with trainer.resume_mode = auto"),
     ("a resume without checkpoint", "trainer.resume_mode=resume_path", "trainer.resume_from_path",

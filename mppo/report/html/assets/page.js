@@ -148,7 +148,11 @@
     }
     return values.map((v) => v.toFixed(Math.min(Math.max(extra - power, 0), 10)));
   };
-  const around = (u, low, high) => low == null ? [0, 1] : low === high ? [low - 1, high + 1] : [low, high];
+  const around = (u, low, high) => {
+    if (low == null) return [0, 1];
+    if (u.data[0].length === 1) return [u.data[0][0] - 1, u.data[0][0] + 1];  // of one point uPlot makes 0 to 100
+    return low === high ? [low - 1, high + 1] : [low, high];
+  };
   const range = (u, low, high) => {
     if (low == null) return [0, 1];
     if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
