@@ -1,12 +1,16 @@
 """Does the critic keep up: SAO on old samples and without its parts, and value pretraining.
 
     python benchmarks/critic_keeps_up.py [--seeds 0 1 2] [--steps 60] [--cases sao@8 ppo@8 ...]
-        [--earlier FILE] [--runs FOLDER] [--out FILE]
+        [--earlier FILE ...] [--runs FOLDER] [--out FILE]
 
 A model of two layers (width 64) reverses words; the reward comes with the last token, 1 if all of
 the answer is right. Each seed draws a model and warms it up once; every case starts from it, with
 the same prompts, and updates the actor once per step. ``@K``: each token was sampled K updates ago,
-because the engine gets the weights of an update K updates late.
+because the engine gets the weights of an update K updates late. A reward that still rises is lower
+in older samples. So cases are compared by the current weights: after every update, the chance that
+a sample at training's temperature is the right answer, a product of token probabilities, for words
+drawn as in training, and for those held out from it. Sampled rewards are compared with those of
+``ppo@0`` after as many updates, that is K steps earlier.
 
 ``sao`` is the preset, ``no_dis``, ``k1`` and ``no_freeze`` are it with PPO's clipped loss, with one
 update of the critic per step, and with a critic that is trained as a whole. ``ppo`` is PPO (GAE of
@@ -21,19 +25,20 @@ batches are larger. How much of either reward any critic can explain is computed
 state of sampled answers the actor goes on several times, and what these differ by is unknowable.
 
 The rates were chosen with seed 0, the counted reward with seed 3: judge each by other seeds. A
-finished run in ``--runs`` is not repeated; the seeds of an ``--earlier`` result, but for seed 0,
-are put into the same tables. Writes ``<out>.json`` (reward and explained variance of every step),
-``<out>.svg`` and ``<out>.md``.
+finished run in ``--runs`` is not repeated; the seeds of ``--earlier`` results, but for seed 0, are
+put into the same tables. Writes ``<out>.json`` (chances, reward and explained variance of every
+step), ``<out>.svg`` and ``<out>.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,7 +58,7 @@ from value_head import FINISHED, draw_model
 
 import mppo.rollout.local.engine as local
 from mppo.config.sections.trainer import ValueGateConfig
-from mppo.data.tasks import task
+from mppo.data.tasks import Split, split_examples, task
 from mppo.rewards.verifiers import exact
 from mppo.train import main as train
 from mppo.weights.bucket import NamedTensors
@@ -107,13 +112,21 @@ CASES = [
 STARTS = ("values", "pretrained", "fresh")
 BASE = "ppo@0"
 """The case that the others' rewards are compared with."""
+COMPLETE = "sao@8"
+PAPER = (
+    "SAO's paper (AIME25, BeyondAIME): without DIS -6.0 and -5.8 points, without K -2.3 and -5.0, "
+    "without freezing -6.7 and -0.3."
+)
 SHOWN = {
     "by age": ["ppo@0", "sao@0", "sao@1", "sao@4", "sao@8", "ppo@8"],
     "without a part": ["sao@8", "no_dis@8", "k1@8", "no_freeze@8"],
 }
 """The cases of each plot."""
-LAST, TUNED = 10, 0
-"""Steps of the rewards that are compared; the seed that the rates were chosen with."""
+LAST, TUNED, DRAWN = 10, 0, 4000
+"""Steps of the rewards that are compared; the seed that the rates were chosen with; words that
+stand for those of training."""
+CHANCES = "chances.json"
+SPLITS: tuple[Split, ...] = ("train", "val")
 REWARD, EXPLAINED, HELD = "critic/score/mean", "critic/vf_explained_var", "critic/gate_batches"
 WORD, COUNT = "the whole word right", "the count of a letter"
 REWARDS: dict[str, Callable[[str, str], float]] = {
@@ -127,17 +140,25 @@ CONTINUED = 16
 
 @dataclass
 class Curves:
-    """What a case's runs logged in every step, by seed; None where it is undefined.
+    """What a case's runs logged in every step, one list for each of ``seeds``; None: undefined.
 
-    ``held``: whether the gate of a value pretraining held at its end.
+    ``train`` and ``val`` are the chances of the right answer after each update, on words of
+    training and on held-out ones; ``held``: whether the gate of a value pretraining held at its
+    end.
     """
 
+    seeds: list[int] = field(default_factory=list)
+    train: list[list[float]] = field(default_factory=list)
+    val: list[list[float]] = field(default_factory=list)
     reward: list[list[float]] = field(default_factory=list)
     explained: list[list[float | None]] = field(default_factory=list)
     held: list[bool] = field(default_factory=list)
 
-    def add(self, rows: Sequence[dict[str, float]]) -> None:
+    def add(self, seed: int, rows: Sequence[dict[str, float]]) -> None:
         """Add the run of one more seed."""
+        self.seeds.append(seed)
+        for split in SPLITS:
+            getattr(self, split).append([round(row[split], 4) for row in rows])
         self.reward.append([round(row[REWARD], 4) for row in rows])
         known = [row.get(EXPLAINED) for row in rows]
         self.explained.append([None if x is None else round(x, 4) for x in known])
@@ -152,19 +173,44 @@ Limits = dict[str, list[float | None]]
 
 
 class LateEngine(local.LocalEngine):
-    """The local engine with the weights of ``late`` updates ago."""
+    """The local engine with the weights of ``late`` updates ago.
+
+    ``chances``: of the right answer with the weights of every update so far, by split.
+    """
 
     late = 0
+    chances: dict[Split, list[float]]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, hf_folder: str | Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(hf_folder, *arguments, **options)
         self._kept: deque[tuple[list[list[tuple[str, Tensor]]], int]] = deque(maxlen=self.late + 1)
+        tokenizer = AutoTokenizer.from_pretrained(hf_folder)
+        self._words = {split: answers_of(tokenizer, split) for split in SPLITS}
+        type(self).chances = {split: [] for split in SPLITS}
 
     def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
         """See ``LocalEngine``; the weights given are those of ``late`` calls later."""
         copied = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in buckets]
         self._kept.append((copied, version))
+        super().update_weights(copied, version)
+        for split, words in self._words.items():
+            logprobs = self.logprobs([[*prompt, *answer] for prompt, answer in words])
+            each = zip(logprobs, words.items())
+            right = sum(n * math.exp(sum(x[-len(answer) :])) for x, ((_, answer), n) in each)
+            self.chances[split].append(right / words.total())
         super().update_weights(*self._kept[0])
+
+
+def answers_of(tokenizer: Any, split: Split) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Tokens of each word's prompt and right answer, and how often the word was drawn."""
+    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    for example in split_examples(task("reverse", **WORDS), split, DRAWN):
+        chat = [{"role": "user", "content": example.prompt}]
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        answer = tokenizer.encode(example.answer, add_special_tokens=False)
+        found[tuple(prompt), (*answer, tokenizer.eos_token_id)] += 1
+    return found
 
 
 def rows_of(run: Path, seed: int, steps: int, settings: Sequence[str]) -> list[dict[str, float]]:
@@ -178,9 +224,14 @@ def rows_of(run: Path, seed: int, steps: int, settings: Sequence[str]) -> list[d
         ])  # fmt: skip
         if code and not (run / "critic").exists():  # 1 if the gate of a value pretraining fails
             raise SystemExit(code)
+        (run / CHANCES).write_text(json.dumps(LateEngine.chances))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / FINISHED).touch()
-    return [row for row in rows if REWARD in row]
+    rows = [row for row in rows if REWARD in row]
+    for split, (_, *chances) in json.loads((run / CHANCES).read_text()).items():
+        for row, chance in zip(rows, chances, strict=True):
+            row[split] = chance
+    return rows
 
 
 def warmed_up(seed: int, steps: int, place: Path) -> str:
@@ -269,20 +320,16 @@ def explainable(folder: Path, seed: int, count: int) -> dict[str, float | None]:
     return found
 
 
-def add_earlier(found: Found, result: Path) -> list[int]:
-    """Add the curves of an earlier result; the seeds that were added."""
+def add_earlier(found: Found, result: Path) -> None:
+    """Add the curves of an earlier result, of other seeds."""
     content = json.loads(result.read_text())
-    places = [place for place, seed in enumerate(content["seeds"]) if seed != TUNED]
-    for case, curves in found.items():
-        earlier = content["cases"][case]
-        curves.reward += [earlier["reward"][place] for place in places]
-        curves.explained += [earlier["explained"][place] for place in places]
-    return [content["seeds"][place] for place in places]
-
-
-def last(curve: Sequence[float]) -> float:
-    """Mean of the last steps."""
-    return mean(curve[-LAST:])
+    for case in (case for case in found if case in content["cases"]):
+        earlier, curves = content["cases"][case], found[case]
+        for place, seed in enumerate(earlier.get("seeds", content["seeds"])):
+            if seed != TUNED and seed not in curves.seeds:
+                curves.seeds.append(seed)
+                for name in ("train", "val", "reward", "explained"):
+                    getattr(curves, name).extend(earlier.get(name, [])[place : place + 1])
 
 
 def spread(values: Sequence[float]) -> str:
@@ -293,16 +340,55 @@ def spread(values: Sequence[float]) -> str:
 
 def table(found: Found) -> str:
     """The results of the ages and parts in Markdown."""
-    on_policy = [last(curve) for curve in found[BASE].reward] if BASE in found else []
-    lines = [f"| case | seeds | reward, last {LAST} steps | over `{BASE}` | explained variance |"]
-    lines.append("|---|---|---|---|---|")
-    for case in (case for case in found if case not in STARTS):
-        rewards = [last(curve) for curve in found[case].reward]
-        over = f"{mean(rewards) / mean(on_policy):.2f}" if any(on_policy) else "-"
+    titles = [
+        "case", "seeds", "right, current weights", f"over `{BASE}`", "right, held-out words",
+        f"over `{BASE}`", "sampled reward", f"over `{BASE}` after as many updates",
+        "explained variance",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for case in (case for case in found if case not in STARTS and found[case].seeds):
+        cells = [f"`{case}`", ", ".join(map(str, found[case].seeds))]
+        for name in (*SPLITS, "reward"):
+            # a sample is of the weights of as many updates ago
+            earlier = int(case.partition("@")[2]) if name == "reward" else 0
+            ends, bases = ends_of(found, case, name), ends_of(found, BASE, name, earlier)
+            both = [seed for seed in ends if seed in bases]
+            base = sum(bases[seed] for seed in both)
+            over = f"{sum(ends[seed] for seed in both) / base:.2f}" if base else "-"
+            cells += [spread(list(ends.values())) if ends else "-", over]
         known = [[x for x in curve[-LAST:] if x is not None] for curve in found[case].explained]
-        explained = spread([mean(each) for each in known if each]) if any(known) else "-"
-        lines.append(f"| `{case}` | {len(rewards)} | {spread(rewards)} | {over} | {explained} |")
+        cells.append(spread([mean(each) for each in known if each]) if any(known) else "-")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def ends_of(found: Found, case: str, name: str, earlier: int = 0) -> dict[int, float]:
+    """Mean of a curve's last steps, or of as many earlier ones, by seed."""
+    if case not in found:
+        return {}
+    pairs = zip(found[case].seeds, getattr(found[case], name))
+    ends = {seed: curve[: len(curve) - earlier][-LAST:] for seed, curve in pairs}
+    return {seed: mean(end) for seed, end in ends.items() if end}
+
+
+def without_parts(found: Found) -> str:
+    """What is lost without each part of SAO, in Markdown, by seed."""
+    lines = []
+    for name, what in {"train": "Right answers of the current weights", "reward": "Reward"}.items():
+        complete = ends_of(found, COMPLETE, name)
+        for case in (case for case in SHOWN["without a part"] if case != COMPLETE):
+            ends = ends_of(found, case, name)
+            losses = [complete[seed] - end for seed, end in ends.items() if seed in complete]
+            if len(losses) > 1:
+                each = ", ".join(f"{loss:+.3f}" for loss in losses)
+                error = stdev(losses) / math.sqrt(len(losses))
+                verdict = "more" if mean(losses) > 2 * error else "not more"
+                lines.append(
+                    f"- {what}, `{case}`: {each}; mean {mean(losses):+.3f}, {verdict} than twice "
+                    f"its standard error ({error:.3f})."
+                )
+    first = f"Lost against `{COMPLETE}` without a part, by seed. {PAPER}"
+    return "\n".join([first, "", *lines]) if lines else ""
 
 
 def of_values(found: Found, limits: Limits) -> str:
@@ -328,18 +414,22 @@ def in_a_row(numbers: Sequence[float | None]) -> str:
 
 
 def plot(found: Found, limits: Limits, path: Path) -> None:
-    """Mean reward over the seeds by step, by age and without each part; the value pretraining."""
+    """Mean over the seeds by step, by age and without each part; the value pretraining."""
     plt.rcParams["svg.hashsalt"] = "critic"
-    shown = {title: [x for x in cases if x in found] for title, cases in SHOWN.items()}
+    shown = {
+        title: [x for x in cases if x in found and found[x].seeds] for title, cases in SHOWN.items()
+    }
     shown = {title: cases for title, cases in shown.items() if cases}
     columns = len(shown) + ("values" in found)
     figure, axes = plt.subplots(1, columns, figsize=(5.5 * columns, 3.8), squeeze=False)
     for axis, (title, cases) in zip(axes[0], shown.items()):
         for case in cases:
-            means = [mean(column) for column in zip(*found[case].reward)]
+            curves = found[case].train or found[case].reward
+            means = [mean(column) for column in zip(*curves)]
             smooth = [mean(means[max(0, end - 5) : end]) for end in range(1, len(means) + 1)]
             axis.plot(range(1, len(smooth) + 1), smooth, label=case)
-        axis.set(title=title, xlabel="step", ylabel="mean sampled reward (5 steps)", ylim=(0, 1))
+        what = "right, current weights" if found[cases[0]].train else "sampled reward"
+        axis.set(title=title, xlabel="step", ylabel=f"{what} (5 steps)", ylim=(0, 1))
         axis.legend(loc="upper left")
     if "values" in found:
         axis = axes[0, -1]
@@ -356,32 +446,36 @@ def plot(found: Found, limits: Limits, path: Path) -> None:
     plt.close(figure)
 
 
-def write(found: Found, limits: Limits, seeds: Sequence[int], out: Path) -> None:
+def write(found: Found, limits: Limits, out: Path) -> None:
     """Write curves, plot and table."""
     facts = conditions()
     out.parent.mkdir(parents=True, exist_ok=True)
     cases = {case: asdict(curves) for case, curves in found.items()}
-    text = json.dumps({**facts, "seeds": seeds, "explainable": limits, "cases": cases})
+    text = json.dumps({**facts, "explainable": limits, "cases": cases})
     out.with_suffix(".json").write_text(text + "\n")
     plot(found, limits, out.with_suffix(".svg"))
     lines = [
         "# A critic that keeps up",
-        f"`{facts['command']}`, {facts['date']}. Mean over the seeds ± standard deviation.",
-        f"![by step]({out.with_suffix('.svg').name})", table(found), of_values(found, limits),
+        f"`{facts['command']}`, {facts['date']}. Mean over the seeds ± standard deviation, "
+        f"and of the last {LAST} updates.",
+        f"![by step]({out.with_suffix('.svg').name})", table(found), without_parts(found),
+        of_values(found, limits),
     ]  # fmt: skip
     out.with_suffix(".md").write_text("\n\n".join(filter(None, lines)) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-start", type=int, default=WARM_START)
     parser.add_argument("--pretraining", type=int, default=PRETRAINING)
     known = [*STARTS, *CASES]
     parser.add_argument("--cases", nargs="+", default=known, choices=known)
     parser.add_argument("--answers", type=int, default=200, help="to see what can be explained")
-    parser.add_argument("--earlier", type=Path, help="a result (.json) of other seeds")
+    parser.add_argument(
+        "--earlier", type=Path, nargs="*", default=[], help="results of other seeds"
+    )
     parser.add_argument("--runs", type=Path, help="folder to keep the runs in")
     out = Path(__file__).parent / "results/critic_keeps_up"
     parser.add_argument("--out", type=Path, default=out, help="without ending")
@@ -394,14 +488,18 @@ def main() -> None:
         for seed in arguments.seeds:
             for case in arguments.cases:
                 rows = run_case(case, seed, arguments, runs / str(seed))
-                found[case].add(rows)
-                print(f"seed {seed}, {case}: {last([row[REWARD] for row in rows]):.3f}", flush=True)
+                found[case].add(seed, rows)
+                print(
+                    f"seed {seed}, {case}: {mean(row['train'] for row in rows[-LAST:]):.3f}",
+                    flush=True,
+                )
             if limits:
                 model = Path(warmed_up(seed, arguments.warm_start, runs / str(seed)).split("=")[1])
                 for reward, share in explainable(model, seed, arguments.answers).items():
                     limits[reward].append(share)
-    added = add_earlier(found, arguments.earlier) if arguments.earlier else []
-    write(found, limits, [*arguments.seeds, *added], arguments.out)
+    for earlier in arguments.earlier:
+        add_earlier(found, earlier)
+    write(found, limits, arguments.out)
     print(arguments.out.with_suffix(".md").read_text())
 
 

@@ -153,7 +153,7 @@ def test_policies_on_old_samples_and_starts_of_the_critic_are_put_into_a_table(t
     lengths = {case: len(curves["reward"][0]) for case, curves in result["cases"].items()}
     assert lengths == {"ppo@0": 2, "no_dis@8": 2, "values": 1, "pretrained": 1}
     text = (tmp_path / "result.md").read_text()
-    assert text.count("| `no_dis@8` | 1 | ") == 1
+    assert text.count("| `no_dis@8` | 0 | ") == 1
     assert text.count("Explained variance at step 1, `pretrained`: ") == 1
     assert "Batches of `values`, and its gate of 0.5: 1 (did not hold)." in text
     assert [len(known) for known in result["explainable"].values()] == [1, 1]
