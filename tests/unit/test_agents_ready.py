@@ -321,8 +321,3 @@ def test_an_environment_of_verifiers(add_one):
 def test_an_environment_that_cannot_be_used_is_told_before_a_run(add_one, name, arguments, why):
     with pytest.raises(ConfigError, match=why):
         environment_rows(name, arguments, "train", 1)
-
-
-def test_an_environment_sets_the_data_and_the_agent():
-    with pytest.raises(ConfigError, match=r"data.task.*rollout.environment sets it"):
-        load_recipe(None, ["rollout.environment.verifiers=a", "data.task=arithmetic"])
