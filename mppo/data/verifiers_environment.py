@@ -7,8 +7,8 @@ libraries, signal handlers and clean-up stay out of the training processes. ``ru
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -117,9 +117,11 @@ def main(given: list[str]) -> int:
         given: name, arguments (JSON), split, and the largest number of rows (JSON).
     """
     name, arguments, split, limit = given
-    with contextlib.redirect_stdout(sys.stderr):
-        found = _read(name, arguments, split, json.loads(limit))
-    json.dump(found, sys.stdout)
+    results = os.dup(1)
+    os.dup2(2, 1)  # what libraries print
+    found = _read(name, arguments, split, json.loads(limit))
+    with open(results, "w") as stream:
+        json.dump(found, stream)
     return 0 if isinstance(found, list) else _REFUSED
 
 
