@@ -29,6 +29,7 @@ from mppo.config.document import (
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
+from mppo.config.sections.agent import following_environment
 from mppo.config.sections.megatron import Offload
 from mppo.config.sections.registered import load_plugins
 from mppo.config.trl import TRL_KEYS, compute_trl_keys
@@ -118,6 +119,7 @@ def read_recipe(
     if remarks is not None:
         remarks += [*repeated_overrides(overrides), *translation.remarks]
     issues += load_plugins(document)
+    document = merge_documents(following_environment(document), document)
     document = _normalise(apply_preset(document), Recipe, "", issues)
     try:
         return Recipe.model_validate(document), issues

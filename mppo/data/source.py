@@ -17,6 +17,7 @@ from mppo.data import tasks
 from mppo.data.chat_template import render_with
 from mppo.data.content import Content, content_of
 from mppo.data.rows import DataRow, read_rows
+from mppo.data.verifiers_environment import TASK, environment_rows
 from mppo.hub.tokenizing import tokens_of
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
@@ -119,6 +120,7 @@ def _load_source(
         fix = f"set exactly one of {key}.task and {key}.train_files"
         raise ConfigError([ConfigIssue(f"{key}.task", source.task, f"{found} given", fix)])
     read = _task_rows if source.task else _file_rows
+    read = _environment_rows if (source.task or "").startswith(TASK) else read
     rows = read(key, source, split, data.seed)
     if not rows:
         return PromptSet(())
@@ -155,6 +157,14 @@ def _task_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) ->
         )
         for index, example in enumerate(tasks.split_examples(task, split, count))
     ]
+
+
+def _environment_rows(
+    key: str, source: SourceConfig, split: tasks.Split, seed: int
+) -> list[DataRow]:
+    name = str(source.task).removeprefix(TASK)
+    size = source.val_size if split == "val" else source.train_size
+    return environment_rows(name, source.task_kwargs, split, size)
 
 
 def _file_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) -> list[DataRow]:

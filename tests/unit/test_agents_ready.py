@@ -1,4 +1,5 @@
-"""Agents with packages of others: tools of MCP servers, games of Gymnasium, and smolagents."""
+"""Agents with packages of others: tools of MCP servers, games of Gymnasium, environments of
+verifiers, and unmodified agents of smolagents and LangGraph."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ import pytest
 from open_endpoint import assert_exact, open_endpoint
 from policy_generator import DictatedGenerator
 
-from mppo.agents.program import read_episode_result
+from mppo.agents.build import build_agent
+from mppo.agents.program import EpisodeAccess, read_episode_result, task_of
+from mppo.batch.prompt import Prompt
+from mppo.config.errors import ConfigError
+from mppo.config.load import load_recipe
+from mppo.data.verifiers_environment import environment_rows
 from mppo.parallel.addresses import free_port
 from mppo.rewards.workers.user_function import import_function
 
@@ -191,3 +197,127 @@ def test_an_unmodified_agent_of_smolagents():
     assert record.turns == 2
     assert len(record.leaves) == 2, "it completes a turn by the tag at which it ended"
     assert "5" in record.messages[-2]["content"]
+
+
+async def asked_by_langgraph(texts: list[str]):
+    """The last message of an unmodified graph with a tool, and the record of its episode."""
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
+    @tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    generator = DictatedGenerator(texts=list(texts))
+    generator.tokenizer.chat_template = TEMPLATE
+    async with open_endpoint(generator) as running:
+        session = running.sessions.open()
+        model = ChatOpenAI(model="policy", base_url=session.base_url, api_key=session.key)
+        policy = model.bind_tools([add])
+
+        async def say(state: MessagesState):
+            return {"messages": [await policy.ainvoke(state["messages"])]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("policy", say)
+        graph.add_node("tools", ToolNode([add]))
+        graph.add_edge(START, "policy")
+        graph.add_conditional_edges("policy", tools_condition)
+        graph.add_edge("tools", "policy")
+        found = await graph.compile().ainvoke({"messages": [("user", "2+3?")]})
+        record = await running.sessions.close(session.id)
+    assert_exact(record.leaves, generator.sampled)
+    return found["messages"][-1].content, record
+
+
+def test_an_unmodified_graph_of_langgraph():
+    pytest.importorskip("langgraph")
+    pytest.importorskip("langchain_openai")
+    texts = [call("add", '{"a": 2, "b": 3}'), "It is 5."]
+    found, record = asyncio.run(asked_by_langgraph(texts))
+    assert found == "It is 5."
+    assert record.turns == 2
+    assert len(record.leaves) == 1, "its second request continues the first"
+    assert [each["content"] for each in record.messages if each["role"] == "tool"] == ["5"]
+
+
+ENVIRONMENT = """
+    import verifiers as vf
+    from datasets import Dataset
+
+    class Again(vf.MultiTurnEnv):
+        @vf.stop
+        async def is_right(self, state):
+            turns = state["trajectory"]
+            return bool(turns) and turns[-1]["completion"][-1].content == state["answer"]
+
+        async def env_response(self, messages, state, **kwargs):
+            if state["answer"] == "2":
+                raise vf.ToolError("no more")
+            return [{"role": "user", "content": "Not right."}]
+
+    def right(completion, answer):
+        return float(completion[-1].content == answer)
+
+    async def ranked(states):
+        return [float(i) for i, _ in enumerate(states)]
+
+    def load_environment(rows=3, in_groups=False):
+        data = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(rows)]
+        rubric = vf.Rubric(funcs=[ranked if in_groups else right])
+        data = Dataset.from_list(data)
+        return Again(dataset=data, rubric=rubric, max_turns=2, system_prompt="Add.")
+"""
+
+
+@pytest.fixture
+def add_one(tmp_path, monkeypatch):
+    """The name of an environment of verifiers, as one that is installed."""
+    pytest.importorskip("verifiers")
+    (tmp_path / "add_one.py").write_text(textwrap.dedent(ENVIRONMENT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return "add_one"
+
+
+async def episodes_of(recipe, rows, texts: list[str]):
+    """Results of episodes of a recipe's agent, and what the policy saw in the last one."""
+    generator = DictatedGenerator(texts=list(texts))
+    generator.tokenizer.chat_template = TEMPLATE
+    program, results, records = build_agent(recipe), [], []
+    async with open_endpoint(generator) as running:
+        for row in rows:
+            prompt = Prompt(0, (1,), "", row.answer, "", row.extra, messages=tuple(row.prompt))
+            session = running.sessions.open()
+            where = EpisodeAccess(session.base_url, session.anthropic_url, session.key)
+            results.append(await program.run(where, task_of(prompt)))
+            records.append(await running.sessions.close(session.id))
+        await program.stop()
+    assert_exact([leaf for each in records for leaf in each.leaves], generator.sampled)
+    return results, records[-1].messages
+
+
+def test_an_environment_of_verifiers(add_one):
+    keys = [f"rollout.environment={{verifiers: {add_one}, arguments: {{rows: 2}}}}"]
+    recipe = load_recipe(None, ["model.path=builtin:tiny", *keys])
+    data, name = recipe.data, recipe.rollout.environment.verifiers
+    assert data.task == f"verifiers:{name}"
+    rows = environment_rows(name, data.task_kwargs, "train", None)
+    found = [(row.prompt[-1]["content"], row.answer) for row in rows]
+    assert found == [("0+1?", "1"), ("1+1?", "2")]
+    results, seen = asyncio.run(episodes_of(recipe, reversed(rows), ["7", "0", "1", "unasked"]))
+    assert "no more" in results[0].error, "the environment itself failed"
+    assert results[1].reward == 1.0
+    assert results[1].numbers["num_turns"] == 2
+    assert [each["content"] for each in seen] == ["Add.", "0+1?", "0", "Not right.", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [("add_two", {}, "Could not import 'add_two'"), ("add_one", {"in_groups": True}, "together")],
+)
+def test_an_environment_that_cannot_be_used_is_told_before_a_run(add_one, name, arguments, why):
+    with pytest.raises(ConfigError, match=why):
+        environment_rows(name, arguments, "train", 1)

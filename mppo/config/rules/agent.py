@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mppo.config.document import leaves
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
+from mppo.config.sections.agent import following_environment
 
 
 @rule("rollout")
@@ -47,6 +49,20 @@ def an_agent_has_one_form(context: RuleContext) -> Iterator[ConfigIssue]:
         if value != type(agent).model_fields[name].get_default(call_default_factory=True):
             why = f"has no effect with rollout.agent.{forms[0]}"
             yield ConfigIssue(f"rollout.agent.{name}", value, why, "leave it out")
+
+
+@rule("rollout.environment", "data.task")
+def an_environment_has_the_prompts_and_is_the_agent(context: RuleContext) -> Iterator[ConfigIssue]:
+    """What follows from ``rollout.environment`` cannot be given besides."""
+    found = context.recipe.model_dump(include={"data", "rollout"})
+    for key, expected in leaves(following_environment(found)):
+        section, *names = key.split(".")
+        value = found[section]
+        for name in names:
+            value = value[name]
+        if value != expected:
+            why = f"rollout.environment sets it to {expected!r}"
+            yield ConfigIssue(key, value, why, "leave it out")
 
 
 @rule("rollout.agent", "algorithm.whiten_rewards")

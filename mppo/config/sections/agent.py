@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -93,3 +94,30 @@ class AgentConfig(Section):
         """``arguments`` with the tools, as plain values."""
         tools = [tool.model_dump() for tool in self.tools]
         return {**self.arguments, **({"tools": tools} if tools else {})}
+
+
+class EnvironmentConfig(Section):
+    """An environment of another library, by name: it has the prompts and runs the episodes.
+    ``data.task``, ``data.task_kwargs``, ``rollout.agent.run`` and ``rollout.agent.arguments``
+    follow from it."""
+
+    verifiers: str
+    """Name of an installed environment of the package ``verifiers``: a module with
+    ``load_environment``."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its ``load_environment``."""
+
+
+def following_environment(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The keys that follow from a document's ``rollout.environment``; {} without one."""
+    rollout = document.get("rollout")
+    given = rollout.get("environment") if isinstance(rollout, Mapping) else None
+    name = given.get("verifiers") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(name, str):
+        return {}
+    arguments = given.get("arguments") or {}
+    own = {"environment": name, "arguments": arguments}
+    return {
+        "data": {"task": f"verifiers:{name}", "task_kwargs": arguments},
+        "rollout": {"agent": {"run": "mppo.data.verifiers_environment:run", "arguments": own}},
+    }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mppo.config.sections.agent import AgentConfig
+from mppo.config.sections.agent import AgentConfig, EnvironmentConfig
 from mppo.config.sections.section import Section
 
 
@@ -58,6 +58,8 @@ class RolloutConfig(SamplingConfig):
     generate during training, up to so many batches ahead."""
     agent: AgentConfig | None = None
     """Who answers the policy, for conversations of several turns. null: a response is one turn."""
+    environment: EnvironmentConfig | None = None
+    """An environment that has the prompts and is the agent. null: none."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights. null: ``model.dtype``."""
     val_kwargs: ValidationConfig = ValidationConfig(temperature=0.0)

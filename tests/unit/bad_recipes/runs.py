@@ -16,6 +16,8 @@ AGENTS = [
     ("tools for a program", "rollout.agent.command=env "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}]", "rollout.agent.tools",
      "no effect with rollout.agent.command"),
+    ("prompts beside those of an environment", "rollout.environment.verifiers=a", "data.task",
+     "rollout.environment sets it"),
     ("whitened rewards of episodes", "rollout.agent.command=env algorithm.whiten_rewards=true",
      "algorithm.whiten_rewards", "would count several times"),
     ("an agent's file that is missing", "rollout.agent.path=no.py:agent", "rollout.agent.path",
