@@ -1,8 +1,8 @@
 """Serve a model with SGLang: for chat, or as the rollout server of a run on another node.
 
-    export MPPO_ROLLOUT_API_KEY=$(openssl rand -hex 16)
     python -m mppo.serve --config RUN/recipe.yaml --host 127.0.0.1 --port 30000 model.path=RUN/actor
 
+``MPPO_ROLLOUT_API_KEY`` is the key that clients send; ``openssl rand -hex 16`` prints a random one.
 The server has the weights of ``model.path`` and SGLang's OpenAI-compatible endpoints
 (/v1/chat/completions). With ``--empty`` it reads no weights and waits for those of a run with
 ``rollout.mode: disaggregated``. ``slurm/ppo.sbatch`` starts one such server on each node of the
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         device.check()
         on_cpu = not device.is_cuda()
         if not key:
-            fix = f"export {API_KEY_VARIABLE}=$(openssl rand -hex 16), here and for clients"
+            # written as an assignment, the redaction of secrets would hide it
+            fix = "export what `openssl rand -hex 16` prints, here and for clients"
             raise ConfigError(
                 [ConfigIssue(API_KEY_VARIABLE, "", "is not set", fix)], source="serve"
             )
