@@ -34,9 +34,10 @@ HISTOGRAM = {"bins": BINS, "min": LOW, "max": HIGH, "sigma_ratio": SIGMA_RATIO}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tensor_model_parallel_size": 2}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
-    "CP2": (2, {"context_parallel_size": 2}),
+    "CP2": (2, {"context_parallel_size": 2, "use_distributed_optimizer": False}),
     "DP3": (3, {"use_distributed_optimizer": False}),
 }
+"""With a sharded optimizer a rank has the complete gradient of its shard only."""
 MIS_PO = {
     "rollout_is": "token", "rollout_is_mode": "indicator", "rollout_is_lower": 0.5,
     "rollout_is_threshold": 2.0, "rollout_rs": "geometric",
