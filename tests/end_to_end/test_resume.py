@@ -173,7 +173,9 @@ def _moments(role: Path) -> dict[str, torch.Tensor]:
         for key, entry in entries.items()
         if key.startswith("optimizer.state.exp_avg") and isinstance(entry, TensorStorageMetadata)
     }
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        load(state, storage_reader=reader, no_dist=True)
     return state
 
 
@@ -257,7 +259,7 @@ def test_sao_resumes_with_another_number_of_data_parallel_ranks(runs):
         saved = Path("checkpoints/global_step_4") / role
         moments, others = _moments(complete / saved), _moments(resumed / saved)
         assert moments.keys() == others.keys()
-        assert len(moments) > 20
+        assert len(moments) >= 10
         for key, moment in moments.items():
             assert (others[key] - moment).abs().max() <= 1e-3 * moment.abs().max(), key
     lines, again = _metrics(complete), _metrics(resumed)
