@@ -414,8 +414,11 @@ def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
     }
 
 
-def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]:
+def update_metrics(mini_batches: Sequence[dict[str, float]], epochs: int = 1) -> dict[str, float]:
     """Average the statistics of an update's mini-batches.
+
+    ``critic/vf_loss_first`` and ``_last`` are the critic's mean loss in the first and in the last
+    of several epochs.
 
     ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the mini-batches, as TRL
     reports it; 0 for a single one.
@@ -433,6 +436,11 @@ def update_metrics(mini_batches: Sequence[dict[str, float]]) -> dict[str, float]
     if "val/ratio" in metrics:
         squares = sum((m["val/ratio"] - metrics["val/ratio"]) ** 2 for m in mini_batches)
         metrics["val/ratio_var"] = squares / max(count - 1, 1)
+    losses = [m["critic/vf_loss"] for m in mini_batches if "critic/vf_loss" in m]
+    if epochs > 1 and losses:
+        size = count // epochs
+        metrics["critic/vf_loss_first"] = sum(losses[:size]) / size
+        metrics["critic/vf_loss_last"] = sum(losses[-size:]) / size
     return metrics
 
 

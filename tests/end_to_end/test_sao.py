@@ -16,6 +16,9 @@ def test_the_policy_learns_from_the_engines_log_probabilities_alone(tmp_path):
         assert "timing_s/old_log_prob" not in row
         masked = row["actor/masked_below"] + row["actor/masked_above"]
         assert row["actor/pg_clipfrac"] == pytest.approx(masked)
+        first, last = row["critic/vf_loss_first"], row["critic/vf_loss_last"]
+        assert (first + last) / 2 == pytest.approx(row["critic/vf_loss"]), "two epochs"
+        assert last < first, "the critic has learnt from the batch"
         varied = row["critic/score/max"] > row["critic/score/min"]
         assert ("critic/vf_explained_var" in row) == varied, "undefined if all returns are equal"
         assert "rollout_corr/kl" not in row, "nobody computed the actor's own"

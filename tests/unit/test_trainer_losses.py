@@ -251,6 +251,10 @@ def test_update_metrics_average_over_mini_batches():
     metrics = update_metrics([{"val/ratio": 1.0, "x": 2.0}, {"val/ratio": 2.0, "x": 4.0}])
     assert metrics == {"val/ratio": 1.5, "x": 3.0, "val/ratio_var": 0.5}
     assert update_metrics([{"val/ratio": 1.0}])["val/ratio_var"] == 0.0
+    losses = [{"critic/vf_loss": loss} for loss in (4.0, 2.0, 1.0, 2.0)]
+    assert update_metrics(losses, epochs=2) == {
+        "critic/vf_loss": 2.25, "critic/vf_loss_first": 3.0, "critic/vf_loss_last": 1.5,
+    }  # fmt: skip
 
 
 def one_token(advantage, gap):

@@ -67,7 +67,7 @@ def test_advantages_are_those_of_the_paper(gamma, alpha, lam):
         expected = [x for part in of_paper(outputs, gamma, alpha, lam) for x in part]
         inside = outputs.batch.response_mask_T > 0
         torch.testing.assert_close(
-            experience.advantages_T[inside], torch.tensor(expected), atol=1e-6, rtol=1e-5
+            experience.advantages_T[inside], torch.tensor(expected), atol=1e-6, rtol=1e-6
         )
         assert not experience.advantages_T[~inside].any()
         local = estimate(outputs, plain, 0.0)

@@ -68,7 +68,11 @@ SPECS: tuple[PlotSpec, ...] = (
     PlotSpec("Mismatch of rollout and actor", "nats", (
         ("mean", f"{_MIS}_mean"), ("largest", f"{_MIS}_max"), ("KL", "rollout_corr/kl"),
     )),
-    PlotSpec("Losses", "", (("policy", "actor/pg_loss"), ("value", "critic/vf_loss"))),
+    PlotSpec("Losses", "", (
+        ("policy", "actor/pg_loss"), ("value", "critic/vf_loss"),
+        ("value, first epoch", "critic/vf_loss_first"),
+        ("value, last epoch", "critic/vf_loss_last"),
+    )),
     PlotSpec("Gradient norms", "", (
         ("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"),
     )),

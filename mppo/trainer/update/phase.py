@@ -204,6 +204,7 @@ class UpdatePhase:
             objective_of,
             self._roles.flops["critic"],
             peak_tflops=self._peak_tflops(),
+            epochs=section.ppo_epochs,
         )
 
     def _actor_update(self) -> RoleUpdate:

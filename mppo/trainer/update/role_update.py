@@ -49,6 +49,7 @@ class RoleUpdate:
             collective.
         text: pretraining mix whose loss is added to every mini-batch's; None: no mix.
         peak_tflops: peak TFLOP/s of one rank's device; None if unknown.
+        epochs: passes over the batch that the mini-batches make.
         seconds: time spent in this update so far.
         flops: floating-point operations of the mini-batches so far, over all ranks.
         tokens: tokens of the mini-batches so far, over all data-parallel ranks.
@@ -61,6 +62,7 @@ class RoleUpdate:
     inputs: PassInputs = TOKENS_ONLY
     text: PretrainingMix | None = None
     peak_tflops: float | None = None
+    epochs: int = 1
     learning_rate: float = 0.0
     seconds: float = 0.0
     flops: float = 0.0
@@ -104,7 +106,7 @@ class RoleUpdate:
     def metrics(self) -> dict[str, float]:
         """Metrics over all mini-batches; call after the last optimizer step."""
         name = self.role.name
-        return update_metrics(self.stats) | {
+        return update_metrics(self.stats, self.epochs) | {
             f"{name}/grad_norm": sum(self.norms) / len(self.norms),
             f"{name}/lr": self.learning_rate,
             **self.role.routing_metrics(),
