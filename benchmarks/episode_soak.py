@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -288,9 +289,9 @@ def soak(inner, weights: Weights, tokenizer, options, chance: random.Random) -> 
     ]
     batch = max(1, min(options.batch, options.episodes) // SAMPLES)
     steps = math.ceil(len(pending) / batch)
-    kills = set(chance.sample(range(1, steps), min(options.kills, steps - 1)))
+    kills = sorted(chance.sample(range(1, steps), min(options.kills, steps - 1)))
     episodes.update_weights(weights.change(), weights.version)
-    typical_s = 5.0
+    typical_s = 2.0
     try:
         for step in range(steps):
             began = time.monotonic()
@@ -300,10 +301,11 @@ def soak(inner, weights: Weights, tokenizer, options, chance: random.Random) -> 
                 oldest_version=weights.version - STALENESS,
             )  # fmt: skip
             generation = episodes.submit(request)
-            killing = step in kills and killer(inner, chance.uniform(0, typical_s), tally)
+            is_due = bisect(kills, step) > tally.kills
+            killing = is_due and killer(inner, chance.uniform(0, typical_s / 2), tally)
             found = generation.collect()
             if killing:
-                killing.cancel()
+                killing.cancel()  # a batch that was faster: the next one
                 killing.join()
             typical_s = typical_s if killing else time.monotonic() - began
             check_batch(found, agents, engine, weights, tally)
