@@ -1,6 +1,7 @@
 """mppo: PPO for large language models on Megatron-Core, with SGLang rollout."""
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from mppo.api import train as train
 
 __version__ = "0.2.0"
+# a program that is started by its path has this folder on sys.path: its ``agents`` would be found
+# in place of another package's
+_HERE = os.path.realpath(os.path.dirname(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != _HERE]
 _API = ("ConfigError", "InputError", "Recipe", "load", "plan", "read_run", "train")
 
 

@@ -193,21 +193,24 @@ def measure(case: Case, folder: Path, registry) -> list[dict[str, Any]]:
                 experience, indices, recipe.critic, 9, gather, recipe.algorithm.gae_unit
             ),
         }
-        one = {
-            name: everywhere(x_T, home)
-            for name, x_T in {
-                "logprobs": policy.logprobs_T, "values": values_T, "squares": policy.squares_T,
-                "old": old.logprobs_T, "old_values": old.values_T,
-                "advantages": experience.advantages_T, "returns": experience.returns_T,
-                "weight": experience.loss_weight_T,
-            }.items()
-        }  # fmt: skip
+        one = complete(policy, values_T, old, experience)
         metrics = experience_metrics(experience, recipe.algorithm.gae_unit)
         one["explained"] = [metrics[name] for name in MEASURES]
         for role in (actor, critic):
             one[role.name] = trained_once(role, home, targets[role], objectives[role])
         found.append(one)
     return found
+
+
+def complete(policy: Any, values_T: torch.Tensor, old: Any, experience: Any) -> dict[str, Any]:
+    """The numbers of every token of the batch, from all ranks."""
+    found = {
+        "logprobs": policy.logprobs_T, "values": values_T, "squares": policy.squares_T,
+        "old": old.logprobs_T, "old_values": old.values_T,
+        "advantages": experience.advantages_T, "returns": experience.returns_T,
+        "weight": experience.loss_weight_T,
+    }  # fmt: skip
+    return {name: everywhere(x_T, old.batch) for name, x_T in found.items()}
 
 
 def spans_of(batch: Batch) -> list[range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from recipe_list import GPU_RECIPES
@@ -64,6 +65,9 @@ def test_the_twin_of_a_recipe_runs_two_steps(recipe, home, tmp_path):
 def test_every_recipe_scales_down_to_the_processes(world, tmp_path, monkeypatch):
     monkeypatch.setenv("MPPO_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    Path("recipes").symlink_to(
+        GPU_RECIPES[0].parent
+    )  # an agent's file is found from the working directory
     for recipe in GPU_RECIPES:
         twin, lines = scale_down(recipe, world)
         loaded = checked_recipe(twin, (), discover({}), world)

@@ -33,7 +33,7 @@ FILES = {
 # the command and what it says; each ends with 2
 MISTAKES = {
     "mppo-train": "give a recipe: --config recipe.yaml",
-    "mppo-train recipe.yaml": "write section.key=value, such as actor.optim.lr=1e-6",
+    "mppo-train recipe.yaml": "write --config recipe.yaml if it is the recipe",
     "mppo-train --confg recipe.yaml": "unrecognized arguments: --confg",
     "mppo-train --config": "argument --config: expected one argument",
     "mppo-train --config nowhere.yaml": "fix: give a YAML file",
@@ -98,7 +98,7 @@ MISTAKES = {
     "mppo-convert": "the following arguments are required: command",
     "mppo-convert verify --hf folder": "the following arguments are required: --megatron",
     "mppo-plan": "set data.task (arithmetic, ...) or data.train_files",
-    "mppo-plan recipe.yaml": "write section.key=value",
+    "mppo-plan recipe.yaml": "write --config recipe.yaml if it is the recipe",
     "mppo-plan --config nowhere.yaml": "fix: give a YAML file",
     "mppo-plan --config recipe.yaml --search": "argument --search: expected one argument",
     "mppo-inspect": "the following arguments are required: folder",
