@@ -98,6 +98,8 @@ TOGETHER = {
 }
 """Predicted phases that a pipeline computes together."""
 LENGTHS = ("prompt_length/mean", "response_length/mean")
+PRODUCTS = 4
+"""Exchanges are measured so many in a row, each after a product."""
 GRAIN = 32
 """Contexts of decoding are measured in multiples of this."""
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -165,7 +167,23 @@ class ProcessorKernels:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
         }
-        return self._once((kind, elements), works[kind])
+        key = (kind, elements)
+        if key not in self._known:
+            self._known[key] = self._exchange(works[kind])
+        return self._known[key]
+
+    def _exchange(self, work: Callable[[], object]) -> float:
+        """Seconds of an exchange between products, as a run has it: with the wait for the slower
+        rank, which an exchange after a barrier has not."""
+        square = torch.randn(512, 512)
+
+        def products(between: Callable[[], object]) -> None:
+            for _ in range(PRODUCTS):
+                square @ square
+                between()
+
+        added = self._seconds(lambda: products(work)) - self._seconds(lambda: products(int))
+        return max(added / PRODUCTS, self._seconds(work))
 
     def _once(self, key: tuple[Any, ...], work: Callable[[], object]) -> float:
         if key not in self._known:

@@ -13,8 +13,7 @@ import reward_functions
 import torch
 import torch.distributed as dist
 from ranks import start_ranks
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from saved_moments import saved_moments
 
 COMMON = [
     "model.dtype=float32",
@@ -164,21 +163,6 @@ def _metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def _moments(role: Path) -> dict[str, torch.Tensor]:
-    """The optimizer's moments in a checkpoint, complete, by parameter."""
-    reader = FileSystemReader(role)
-    entries = reader.read_metadata().state_dict_metadata
-    state: dict[str, torch.Tensor] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if key.startswith("optimizer.state.exp_avg") and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -257,7 +241,7 @@ def test_sao_resumes_with_another_number_of_data_parallel_ranks(runs):
         want, got = _weights(complete / role), _weights(resumed / role)
         assert max((want[key] - got[key]).abs().max().item() for key in want) < 1e-6
         saved = Path("checkpoints/global_step_4") / role
-        moments, others = _moments(complete / saved), _moments(resumed / saved)
+        moments, others = saved_moments(complete / saved), saved_moments(resumed / saved)
         assert moments.keys() == others.keys()
         assert len(moments) >= 10
         for key, moment in moments.items():

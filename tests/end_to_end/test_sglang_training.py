@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from forked_server import forked_server
 from recipe_run import run_recipe
 from safetensors.torch import load_file
+from saved_moments import saved_moments
 from sglang_case import START_S, needs_sglang
 
 pytestmark = [pytest.mark.server, needs_sglang]
@@ -40,6 +42,22 @@ LIKELIEST = (
     "actor.optim.eps=1e-2",
 )
 """Settings with responses that depend only on the weights and updates smooth in the gradient."""
+SAO = (
+    *("algorithm.preset=sao", "algorithm.use_kl_in_reward=false", "rollout.top_k=1"),
+    *("rollout.max_staleness=1", "data.max_response_length=48", "trainer.sample_table_rows=32"),
+    *("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.dump_rollouts=true"),
+    *("reward.name=function", f"reward.function={ROOT}/tests/support/reward_functions.py:of_three"),
+    *("actor.optim.lr=2e-4", "critic.optim.lr=1e-3"),
+    *("actor.optim.eps=1e-2", "critic.optim.eps=1e-2", "trainer.critic_warmup=0"),
+)
+"""An asynchronous run: its server generates the next batch during a step."""
+LAYOUT = (
+    "actor.megatron.tensor_model_parallel_size=1", "critic.megatron.pipeline_model_parallel_size=1",
+)  # fmt: skip
+COMPARED = (
+    *("actor/grad_norm", "critic/grad_norm", "critic/vf_loss_last", "critic/vf_explained_var"),
+    *("actor/masked_below", "training/weight_version_lag_mean"),
+)
 SAVED = ("trainer.save_freq=1", "trainer.checkpoint_hf=true")
 
 
@@ -54,6 +72,13 @@ def colocated(tmp_path_factory) -> tuple[Path, list[dict]]:
     return run_dir, _train("tiny_cpu_sglang.yaml", run_dir, *checks, *LIKELIEST, *SAVED)
 
 
+@pytest.fixture(scope="module")
+def sao(tmp_path_factory, served) -> tuple[Path, list[dict]]:
+    _, urls, key = served
+    run_dir = tmp_path_factory.mktemp("sao")
+    return run_dir, _train(DISAGGREGATED, run_dir, urls, *SAO, **key)
+
+
 def test_training_with_a_colocated_server(colocated) -> None:
     _, rows = colocated
     _check(rows)
@@ -62,69 +87,91 @@ def test_training_with_a_colocated_server(colocated) -> None:
         assert 0 < row["rollout/sync_bytes/sent"] <= 1.1 * row["rollout/sync_bytes/total"]
 
 
-def test_training_with_a_disaggregated_server(tmp_path, colocated, forks_servers) -> None:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, forks_servers) -> Iterator[tuple[Path, str, dict[str, str]]]:
+    """A server of its own without weights: its model's folder, its setting, variables of a run."""
     from transformers import AutoConfig
 
     from mppo.hub.builtin import resolve_model
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
-    from mppo.rollout.sglang.server_options import (
-        HOST,
-        server_environment,
-        server_options,
-    )
+    from mppo.rollout.sglang.server_options import HOST, server_environment, server_options
 
     folder = resolve_model("builtin:tiny", os.environ["MPPO_CACHE"])
-    limits = {"max_total_tokens": 8192}
     config = AutoConfig.from_pretrained(folder)
-    options = server_options(str(folder), "float32", 1, True, limits, config)
-    server = forked_server(
-        0, options, server_environment(1, True, config.model_type), "key", tmp_path, START_S
-    )
+    options = server_options(str(folder), "float32", 1, True, {"max_total_tokens": 8192}, config)
+    variables = server_environment(1, True, config.model_type)
+    logs = tmp_path_factory.mktemp("served")
+    server = forked_server(0, options, variables, "key", logs, START_S)
     server.start()
-    try:
-        apart = (f"rollout.urls=[http://{HOST}:{server.port}]", "rollout.over_sampling=0.5")
-        partial = ("rollout.max_staleness=1", "data.max_response_length=48")
-        few = (
-            "rollout.batch_size=20",
-            "trainer.sample_table_rows=32",
-        )  # a third of the prompts is aborted
-        rows, resumed = (
-            _train(
-                "tiny_cpu_sglang_disaggregated.yaml",
-                _as_left_after_a_step(tmp_path / "run", run_dir),
-                *apart,
-                *partial,
-                *few,
-                *LIKELIEST,
-                *SAVED,
-                **{API_KEY_VARIABLE: "key"},
-            )
-            for run_dir in (tmp_path / "run", tmp_path / "killed")
-        )
-        ahead = _train(
-            "tiny_cpu_sglang_disaggregated.yaml",
-            tmp_path / "ahead",
-            apart[0],
-            "rollout.max_staleness=1",
-            "trainer.total_training_steps=3",
-            *LIKELIEST,
-            *SAVED,
-            **{API_KEY_VARIABLE: "key"},
-        )
-        agents = _train(
-            "tiny_cpu_sglang_disaggregated.yaml",
-            tmp_path / "agents",
-            apart[0],
-            *_sleepy_agent(tmp_path),
-            **{API_KEY_VARIABLE: "key"},
-        )
-    finally:
-        server.stop()
+    yield folder, f"rollout.urls=[http://{HOST}:{server.port}]", {API_KEY_VARIABLE: "key"}
+    server.stop()
+
+
+DISAGGREGATED = "tiny_cpu_sglang_disaggregated.yaml"
+
+
+def test_training_with_a_disaggregated_server(tmp_path, colocated, served) -> None:
+    folder, urls, key = served
+    partial = (
+        *("rollout.over_sampling=0.5", "rollout.max_staleness=1", "data.max_response_length=48"),
+        *("rollout.batch_size=20", "trainer.sample_table_rows=32"),  # a third of prompts is aborted
+    )
+    first, killed = tmp_path / "run", tmp_path / "killed"
+    rows = _train(DISAGGREGATED, first, urls, *partial, *LIKELIEST, *SAVED, **key)
+    _as_left_after(1, first, killed)
+    resumed = _train(DISAGGREGATED, killed, urls, *partial, *LIKELIEST, *SAVED, **key)
     assert rows[0]["training/rollout_logprob_diff_max"] < 1e-4
     assert len(rows) == 2
     _check_taken_up(tmp_path, folder, rows, resumed)
+    one_ahead = ("rollout.max_staleness=1", "trainer.total_training_steps=3")
+    ahead = _train(DISAGGREGATED, tmp_path / "ahead", urls, *one_ahead, *LIKELIEST, *SAVED, **key)
     _check_ahead(tmp_path / "ahead", ahead, *colocated)
+    agents = _train(DISAGGREGATED, tmp_path / "agents", urls, *_sleepy_agent(tmp_path), **key)
     _check_agents(tmp_path / "agents", agents)
+
+
+@pytest.mark.parametrize("layout", [(), LAYOUT], ids=["same", "other dp"])
+def test_an_asynchronous_sao_run_goes_on_from_its_checkpoint(tmp_path, served, sao, layout) -> None:
+    """A checkpoint holds supply, data, roles and optimizers of one moment.
+
+    From it the last step has the same prompts, the same tokens of the same versions, and so the
+    same losses, weights and moments, as in the run that was not killed.
+    """
+    _, urls, key = served
+    run, rows = sao
+    copy = tmp_path / "run"
+    _as_left_after(2, run, copy)
+    resumed = _train(DISAGGREGATED, copy, urls, *SAO, *layout, **key)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in resumed] == [3]
+    _check_supply(run, copy)
+    for metric in COMPARED:
+        assert resumed[0][metric] == pytest.approx(rows[2][metric], rel=1e-3, abs=1e-5), metric
+    for role in ("actor", "critic"):
+        saved = Path("checkpoints/global_step_3") / role
+        moments, others = saved_moments(run / saved), saved_moments(copy / saved)
+        assert moments.keys() == others.keys()
+        for name, moment in moments.items():
+            assert (others[name] - moment).abs().max() <= 1e-3 * moment.abs().max() + 1e-9, name
+
+
+def _check_supply(run: Path, copy: Path) -> None:
+    """The last step of the resumed run has the prompts and tokens of the other one's."""
+    from mppo.checkpoint import responses
+    from mppo.dumps.step_dump import dumped_steps, read_header_of
+
+    assert responses.load_responses(run / "checkpoints/global_step_2"), "of the supply"
+    headers = [read_header_of(dumped_steps(run)[step]) for step in (1, 2, 3)]
+    uids = [row.uid for header in headers for row in header.rows]
+    assert uids == list(range(3 * 32)), "each prompt once"
+    later = read_header_of(dumped_steps(copy)[3]).rows
+    assert [row.uid for row in later] == uids[64:]
+    parts = [[*row.parts] for row in later]
+    assert parts == [[*row.parts] for row in headers[2].rows]
+    versions = {version for each in parts for version, _ in each}
+    assert 1 in versions, "tokens of the supply"
+    assert versions <= {1, 2}
+    assert _texts(copy, step=3) == _texts(run, step=3)
 
 
 def _sleepy_agent(folder: Path) -> tuple[str, ...]:
@@ -173,16 +220,14 @@ def _check_agents(run_dir: Path, rows: list[dict]) -> None:
         assert step - 3 <= min(versions) <= max(versions) <= step - 1, "of the last three"
 
 
-def _as_left_after_a_step(run: Path, copy: Path) -> Path:
-    """The folder of a run that was killed right after it saved its first step.
+def _as_left_after(step: int, run: Path, copy: Path) -> None:
+    """Make the folder of a run that was killed right after it saved a step.
 
     The responses that have begun by then depend on the moment: to compare two runs that go on with
-    them, both must have the same first step.
+    them, both must have the same steps until then.
     """
-    saved = "checkpoints/global_step_1"
-    if (run / saved).exists():
-        shutil.copytree(run / saved, copy / saved)
-    return copy
+    saved = f"checkpoints/global_step_{step}"
+    shutil.copytree(run / saved, copy / saved)
 
 
 def _check_taken_up(root: Path, model: Path, rows: list[dict], resumed: list[dict]) -> None:
