@@ -122,9 +122,12 @@ SHOWN = {
     "without a part": ["sao@8", "no_dis@8", "k1@8", "no_freeze@8"],
 }
 """The cases of each plot."""
-LAST, TUNED, DRAWN = 10, 0, 4000
-"""Steps of the rewards that are compared; the seed that the rates were chosen with; words that
-stand for those of training."""
+LAST = 10
+"""Rewards are compared by their means over so many last steps."""
+TUNED = 0
+"""The learning rates were chosen with this seed."""
+DRAWN = 4000
+"""Words drawn as in training, over which a chance is computed."""
 CHANCES = "chances.json"
 SPLITS: tuple[Split, ...] = ("train", "val")
 REWARD, EXPLAINED, HELD = "critic/score/mean", "critic/vf_explained_var", "critic/gate_batches"

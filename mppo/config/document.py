@@ -295,7 +295,7 @@ def _remove(document: dict[str, Any], key: str) -> list[ConfigIssue]:
     found, _ = _pop(document, canonical_key(key.strip()).split("."))
     if found:
         return []
-    why, fix = "there is no such key to remove: nothing sets it", "remove it, or correct the name"
+    why, fix = "nothing sets this key", "leave the argument out, or correct the key"
     return [ConfigIssue("command line", f"~{key}", why, fix)]
 
 
