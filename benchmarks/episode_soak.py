@@ -294,7 +294,7 @@ def soak(inner, weights: Weights, tokenizer, options, chance: random.Random) -> 
     ]
     batch = max(1, min(options.batch, options.episodes) // SAMPLES)
     steps = math.ceil(len(pending) / batch)
-    kills = chance.sample(range(1, steps), options.kills)
+    kills = chance.sample(range(1, steps), min(options.kills, steps - 1))
     episodes.update_weights(weights.change(), weights.version)
     typical_s, started = 2.0, time.monotonic()
     try:
