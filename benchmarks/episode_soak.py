@@ -1,12 +1,13 @@
 """Thousands of random episodes through the endpoint on a real server that is killed meanwhile.
 
-    python benchmarks/episode_soak.py [--episodes 10000] [--kills 6] [--engine sglang] [--out FILE]
+    python benchmarks/episode_soak.py [--episodes 10000] [--kills 6] [--minutes 60] [--out FILE]
 
 Agents with unmodified clients of OpenAI treat their histories at random: they continue, branch,
 rewrite and shorten them, ask for several answers, repeat requests, close connections, and ask at
 the same time. Batches take the oldest complete prompts of an over-sampled supply with
 ``max_staleness`` 2, the weights change after each batch, and SGLang is killed with SIGKILL at
-random moments. Exit code 0 if in every episode that a batch takes
+random moments. No batch begins after ``--minutes``. Exit code 0 if in every episode that a batch
+takes
 
 - its sequences consist of what the engine sampled after exactly these tokens, with the same ids,
   log-probabilities and version, each once, and every answer that its agent has read is in them;
@@ -19,17 +20,13 @@ and if every episode is taken once.
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
-from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -233,7 +230,7 @@ def check(episode: Episode, agent: RandomAgent, sampled: Sequence[Sampled], tall
     found = whole_turns(turns_of(leaves, sampled))
     missing = Counter(map(identity, agent.read)) - Counter(map(identity, found))
     assert not missing, "an answer that was read is in no sequence"
-    assert len(found) - len(agent.read) <= agent.left, "a turn that nobody asked for"
+    assert len(found) - len(agent.read) <= agent.left, "more turns than the agent asked for"
     tally.did.update(agent.did)
     tally.sequences += len(leaves)
     tally.turns += len(found)
@@ -264,18 +261,26 @@ def check_batch(
     tally.logprob_difference = max(tally.logprob_difference, apart)
 
 
-def killer(inner: SGLangEngine, after_s: float, tally: Tally) -> threading.Timer:
-    """Kills the server after some seconds."""
+class Killer(threading.Thread):
+    """Kills the server with SIGKILL after some seconds, or at the latest when ``end`` is called."""
 
-    def kill() -> None:
-        with suppress(psutil.NoSuchProcess, AttributeError):
-            guard = psutil.Process(inner.fleet.processes[0].pid)
-            os.kill(guard.children()[0].pid, signal.SIGKILL)
-            tally.kills += 1
+    def __init__(self, inner: SGLangEngine, after_s: float) -> None:
+        super().__init__()
+        (self._server,) = psutil.Process(inner.fleet.processes[0].pid).children()
+        self._after_s, self._now, self._has_killed = after_s, threading.Event(), False
+        self.start()
 
-    timer = threading.Timer(after_s, kill)
-    timer.start()
-    return timer
+    def run(self) -> None:
+        """See ``Thread.run``."""
+        self._now.wait(self._after_s)
+        self._server.kill()
+        self._has_killed = True
+
+    def end(self) -> None:
+        """Return when the server has been killed."""
+        self._now.set()
+        self.join()
+        assert self._has_killed, "the server had ended before"
 
 
 def soak(inner, weights: Weights, tokenizer, options, chance: random.Random) -> Tally:
@@ -289,34 +294,38 @@ def soak(inner, weights: Weights, tokenizer, options, chance: random.Random) -> 
     ]
     batch = max(1, min(options.batch, options.episodes) // SAMPLES)
     steps = math.ceil(len(pending) / batch)
-    kills = sorted(chance.sample(range(1, steps), min(options.kills, steps - 1)))
+    kills = chance.sample(range(1, steps), min(options.kills, steps - 1))
     episodes.update_weights(weights.change(), weights.version)
-    typical_s = 2.0
+    typical_s, started = 2.0, time.monotonic()
     try:
         for step in range(steps):
             began = time.monotonic()
+            if began > started + 60 * options.minutes:
+                break
             request = GenerationRequest(
                 pending[: (1 + STALENESS) * batch], SAMPLING, TOKENS, options.seed + step,
                 num_prompts_needed=min(batch, len(pending)), among=math.ceil(OVER * batch),
                 oldest_version=weights.version - STALENESS,
             )  # fmt: skip
             generation = episodes.submit(request)
-            is_due = bisect(kills, step) > tally.kills
-            killing = is_due and killer(inner, chance.uniform(0, typical_s / 2), tally)
+            killer = Killer(inner, chance.uniform(0, typical_s / 2)) if step in kills else None
             found = generation.collect()
-            if killing:
-                killing.cancel()  # a batch that was faster: the next one
-                killing.join()
-            typical_s = typical_s if killing else time.monotonic() - began
+            if killer is None:
+                typical_s = time.monotonic() - began
+            else:
+                killer.end()
+                tally.kills += 1
             check_batch(found, agents, engine, weights, tally)
-            taken = {episode.prompt.uid for episode in found}
-            pending = [prompt for prompt in pending if prompt.uid not in taken]
+            gone = {episode.prompt.uid for episode in found}
+            pending = [prompt for prompt in pending if prompt.uid not in gone]
             episodes.update_weights(weights.change(), weights.version)
-            print(f"step {step}: {len(tally.episodes)} episodes", file=sys.stderr, flush=True)
+            seconds = time.monotonic() - started
+            done = f"{len(tally.episodes)} episodes in {seconds:.0f} s"
+            print(f"step {step}: {done}", file=sys.stderr, flush=True)
     finally:
         episodes.stop()
-    assert not pending
-    expected = {(uid, i): 1 for uid in range(options.episodes // SAMPLES) for i in range(SAMPLES)}
+    taken = set(range(options.episodes // SAMPLES)) - {prompt.uid for prompt in pending}
+    expected = {(uid, i): 1 for uid in taken for i in range(SAMPLES)}
     assert tally.episodes == expected, "an episode is lost or doubled"
     return tally
 
@@ -328,6 +337,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=200, help="episodes of a batch")
     options.add_argument("--kills", type=int, default=6, help="of the server")
     options.add_argument("--concurrent", type=int, default=64, help="episodes at the same time")
+    options.add_argument("--minutes", type=float, default=60.0, help="then no batch begins")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--engine", choices=("sglang", "local"), default="sglang")
     chosen = options.parse_args()

@@ -10,10 +10,14 @@ With ``--engine offload`` actor and critic leave the device between their phases
 ``--engine sglang`` the SGLang server is killed too, and the run continues by itself. These
 runs sample greedily, because a restarted server draws other random numbers, and the metrics that
 contain the server's probabilities are not compared.
+
+With ``--agents`` an agent's function asks for every answer, and its processes are killed too. Each
+step must then have trained on exactly the episodes of the undisturbed run, each once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -22,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,9 +44,8 @@ from launched_run import (  # noqa: E402
     torchrun,
 )
 
-SERVER, STOPPED = "the server", "a rank, stopped"
+SERVER, STOPPED, AGENT = "the server", "a rank, stopped", "an agent's process"
 OF_TRAINING = ("a rank", STOPPED, "the launcher")
-TARGETS = {"local": OF_TRAINING, "offload": OF_TRAINING, "sglang": (*OF_TRAINING, SERVER)}
 OFFLOAD = "megatron.offload={parameters: true, gradients: true, optimizer: true}"
 ENGINES = {
     "local": (),
@@ -51,10 +56,22 @@ ENGINES = {
         "rollout.server_args={max_total_tokens: 4096}",
     ),
 }
-OF_THE_SERVER = ("rollout", "training/rollout")
-"""Metrics of the server's probabilities, which are equal only up to rounding."""
+AGENTS = (
+    "rollout.agent.run=recipes/agents/guess_sums.py:run",
+    "rollout.agent.max_turns=3",
+    f"rollout.stop_token_ids={list(range(10, 60))}",
+    "data.max_response_length=32",
+    "rollout.batch_size=1",  # a turn's log-probabilities are rounded as those of its batch
+    "trainer.dump_rollouts=true",
+)
+"""An agent that dies ends the run (``reward.on_error`` is ``stop``), and the step runs again."""
+OF_THE_SERVER = ("rollout", "training/rollout", "conversation/prefix_hit_rate")
+"""Metrics of the server's probabilities, which are equal only up to rounding, and of its cache."""
+SECONDS = ("conversation/agent_s", "conversation/generation_s")
 ENDS_WITHIN_S = 600.0
 """Much longer than the ranks and torchrun take to notice a rank that is stopped or lost."""
+OUTLIVES_S = 180.0
+"""Much longer than a process takes to notice that its parent has ended."""
 MOMENTS = ("while saving", "while training", "soon after the start")
 
 
@@ -80,20 +97,24 @@ class Job:
     """Settings of a soak.
 
     Args:
-        engine: rollout engine, a key of ``ENGINES``.
+        overrides: recipe keys.
+        targets: what may be killed.
         steps: PPO steps of a run.
         kills: number of kills after which the last run finishes.
         typical_s: seconds of an undisturbed run, its start included.
         deadline: on the monotonic clock.
         rng: chooses targets and moments.
+        left_out: beginnings of the names of metrics that are not compared.
     """
 
-    engine: str
+    overrides: Sequence[str]
+    targets: Sequence[str]
     steps: int
     kills: int
     typical_s: float
     deadline: float
     rng: random.Random
+    left_out: tuple[str, ...]
 
     def over(self, tally: Tally) -> bool:
         """Whether enough processes were killed or the time is up."""
@@ -127,19 +148,17 @@ def kill(target: str, launcher: subprocess.Popen, rng) -> bool:
     family = psutil.Process(launcher.pid).children(recursive=True)
     commands = {p.pid: command_of(p) for p in family}
     ranks = [pid for pid, command in commands.items() if "train.py" in command]
-    servers = [p for p, command in commands.items() if "sglang" in command and p not in ranks]
-    found = servers if target == SERVER else ranks
-    if target != "the launcher" and not found:
+    others = {
+        SERVER: [p for p, command in commands.items() if "sglang" in command and p not in ranks],
+        AGENT: [p for p, command in commands.items() if "mppo.agents.function_host" in command],
+        "the launcher": [launcher.pid],
+    }
+    found = others.get(target, ranks)
+    if not found:
         return False
-    number = signal.SIGSTOP if target == STOPPED else signal.SIGKILL
-    os.kill(launcher.pid if target == "the launcher" else rng.choice(found), number)
-    if target == SERVER:
-        return True
-    launcher.wait(ENDS_WITHIN_S)
-    gone, alive = psutil.wait_procs(family, timeout=180)
-    for process in alive:
-        process.kill()
-    assert not alive, f"{len(alive)} of {len(gone) + len(alive)} processes outlived the job"
+    os.kill(rng.choice(found), signal.SIGSTOP if target == STOPPED else signal.SIGKILL)
+    if target not in (SERVER, AGENT):
+        launcher.wait(ENDS_WITHIN_S)
     return True
 
 
@@ -151,26 +170,46 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def check_all_have_ended(root: Path) -> None:
+    """Check that soon no process is left whose temporary files are in this folder."""
+    deadline = time.monotonic() + OUTLIVES_S
+    while left := [process for process in psutil.process_iter() if is_below(process, root)]:
+        assert time.monotonic() < deadline, f"left: {[command_of(process) for process in left]}"
+        time.sleep(0.2)
+
+
+def is_below(process: psutil.Process, root: Path) -> bool:
+    """Whether a process was started with its temporary files in this folder."""
+    with suppress(psutil.Error):
+        return process.environ().get("TMPDIR", "").startswith(str(root))
+    return False
+
+
 def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
     """Kill and resume one run until it finishes; stop killing after ``kills`` kills."""
-    launcher = None
     while True:
-        launcher = launcher or start_under(torchrun(), run_dir, job.steps, ENGINES[job.engine])
-        target, moment = job.rng.choice(TARGETS[job.engine]), job.rng.choice(MOMENTS)
-        if job.over(tally) or not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
-            break
-        if kill(target, launcher, job.rng):
-            tally.kills[f"{target}, {moment}"] += 1
-        if launcher.poll() is not None:
-            launcher = None
-    if launcher.wait() != 0:
-        tally.failures.append(f"{run_dir}: ended with {launcher.returncode}, see output.txt")
+        launcher, killed = start_under(torchrun(), run_dir, job.steps, job.overrides), set()
+        while not job.over(tally):
+            target, moment = job.rng.choice(job.targets), job.rng.choice(MOMENTS)
+            if not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
+                break
+            if kill(target, launcher, job.rng):
+                tally.kills[f"{target}, {moment}"] += 1
+                killed.add(target)
+        code = launcher.wait()
+        check_all_have_ended(run_dir.parent)
+        if code == 0:
+            return
+        if not killed - {SERVER}:
+            tally.failures.append(f"{run_dir}: ended with {code}, see output.txt")
+            return
 
 
-def compare(run_dir: Path, reference: Path, engine: str) -> list[str]:
-    """Differences between two finished runs."""
+def compare(run_dir: Path, reference: Path, left_out: tuple[str, ...]) -> list[str]:
+    """Differences between two finished runs, without metrics with these beginnings."""
     found = [] if same_weights(run_dir, reference) else [f"{run_dir}: weights differ"]
-    left_out = OF_THE_SERVER if engine == "sglang" else ()
+    if episodes(run_dir) != episodes(reference):
+        found.append(f"{run_dir}: episodes differ")
     ours, theirs = metrics_logged(run_dir), metrics_logged(reference)
     if len(ours) != len(theirs):
         return [*found, f"{run_dir}: {len(ours)} steps logged, not {len(theirs)}"]
@@ -179,6 +218,12 @@ def compare(run_dir: Path, reference: Path, engine: str) -> list[str]:
         names = [name for name in names if not name.startswith(left_out)]
         found += [f"{run_dir}: step {a['step']}: {', '.join(names)} differ"] if names else []
     return found
+
+
+def episodes(run_dir: Path) -> dict[str, list[dict[str, object]]]:
+    """The sequences of each dumped step, in their order."""
+    headers = sorted(run_dir.glob("rollouts/step_*/step.json"))
+    return {header.parent.name: json.loads(header.read_text())["rows"] for header in headers}
 
 
 def resumed_steps(run_dir: Path) -> list[int]:
@@ -195,10 +240,10 @@ def soak(root: Path, reference: Path, job: Job) -> Tally:
         disturb(run_dir, job, tally)
         tally.resumed_from += resumed_steps(run_dir)
         tally.runs += 1
-        tally.failures = tally.failures or compare(run_dir, reference, job.engine)
+        tally.failures = tally.failures or compare(run_dir, reference, job.left_out)
         print(f"run {tally.runs}: {tally.kills.total()} kills so far", flush=True)
-    for failure in tally.failures:
-        print((Path(failure.split(":")[0]) / "output.txt").read_text()[-3000:])
+    for folder in {failure.split(":")[0] for failure in tally.failures}:
+        print((Path(folder) / "output.txt").read_text()[-3000:])
     return tally
 
 
@@ -219,22 +264,29 @@ def main() -> int:
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--kills", type=int, default=20, help="then the last run finishes")
     options.add_argument("--engine", choices=list(ENGINES), default="local")
+    options.add_argument("--agents", action="store_true", help="an agent asks for the answers")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
-    overrides = ENGINES[arguments.engine]
+    is_sglang = arguments.engine == "sglang"
+    overrides = (*ENGINES[arguments.engine], *(AGENTS if arguments.agents else ()))
+    targets = (*OF_TRAINING, *[SERVER] * is_sglang, *[AGENT] * arguments.agents)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mppo_soak_") as folder:
+        os.environ["TMPDIR"] = folder
         root = Path(folder)
         reference = root / "undisturbed"
         if start_under(torchrun(), reference, arguments.steps, overrides).wait() != 0:
             print((reference / "output.txt").read_text())
             return 1
+        assert len(episodes(reference)) == arguments.steps * arguments.agents
         typical_s = time.monotonic() - began
         print(f"undisturbed: {arguments.steps} steps in {typical_s:.0f} s", flush=True)
-        deadline = began + 60 * arguments.minutes
-        rng = random.Random(arguments.seed)
-        job = Job(arguments.engine, arguments.steps, arguments.kills, typical_s, deadline, rng)
+        job = Job(
+            overrides, targets, arguments.steps, arguments.kills, typical_s,
+            began + 60 * arguments.minutes, random.Random(arguments.seed),
+            (*SECONDS, *OF_THE_SERVER) if is_sglang else SECONDS,
+        )  # fmt: skip
         tally = soak(root, reference, job)
     print(tally.summary())
     record(result(tally, (time.monotonic() - began) / 60), arguments.out)

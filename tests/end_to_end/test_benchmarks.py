@@ -25,7 +25,8 @@ SMALLEST = {
     "moe_step.py": ["speed", "--repeat", "1", "--sequences", "2", "--longest", "16"],
     "checkpoint.py": ["--repeat", "1", "--vocabulary", "512", "--hidden", "128", "--layers", "2",
                       "--tokens", "128", "--folder", "."],
-    "soak.py": ["--kills", "1", "--steps", "3", "--minutes", "10", "--seed", "4"],  # kills a rank
+    "soak.py": ["--agents", "--kills", "1", "--steps", "3", "--minutes", "10",
+                "--seed", "6"],  # kills a rank
     "episode_soak.py": ["--engine", "local", "--episodes", "24", "--batch", "8"],
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],

@@ -176,7 +176,9 @@ class LosesServers(LocalTurns):
         return super().generate(requests, sampling, seed)
 
 
-def test_episodes_start_again_whose_agents_still_try_when_lost_servers_are_back(started, tmp_path):
+def test_episodes_start_again_whose_agents_still_try_when_lost_servers_are_back(
+    started, tmp_path, capfd
+):
     """A client repeats a failed request for a while, so that its episode has not ended yet."""
     engine = started(goes_on=True)
     (tmp_path / "go").touch()
@@ -195,6 +197,7 @@ def test_episodes_start_again_whose_agents_still_try_when_lost_servers_are_back(
     assert len(begun) == 2
     assert uids(found) == [0, 0, 7, 7, 14, 14, 21, 21]
     assert [each.result.error for each in found] == [None] * 8
+    assert "Traceback" not in capfd.readouterr().err, "a lost server is no bug"
 
 
 def test_an_episode_that_ends_while_others_are_ended_counts_once():

@@ -22,6 +22,7 @@ from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal, invalid
 from mppo.agents.endpoint.responses import answer_response
 from mppo.agents.endpoint.session import Session
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions, same
+from mppo.rollout.turns import EngineLost
 from mppo.safety.foreign_text import quoted
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import parse_json
@@ -252,6 +253,8 @@ def _checked(handler: Handler) -> Handler:
             return JSONResponse(error.content(), error.status, error.headers())
         except (ClientGone, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
+        except EngineLost as error:  # the run says once that its server restarts
+            return JSONResponse(Refusal(503, str(error)).content(), 503)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             why = f"internal error: {type(error).__name__}: {quoted(str(error))}"
