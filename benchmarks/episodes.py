@@ -1,32 +1,68 @@
-"""How long a step waits for agents whose tools are slow: in lockstep, and at their own pace.
+"""What episodes at their own pace save, and what the endpoint of their agents costs.
 
-    python benchmarks/episodes.py [--steps 6] [--median 1.0] [--sigma 1.0] [--repeat 2] [--out FILE]
+    python benchmarks/episodes.py [waits] [--steps 6] [--median 1.0] [--sigma 1.0] [--repeat 2]
+    python benchmarks/episodes.py endpoint [--episodes 64] [--turns 4] [--tokens 32]
+                                           [--concurrent 16] [--repeat 2]
 
-Every episode has two turns, and a tool between them that takes a log-normal time (median and
-sigma of its logarithm by option). One SGLang server apart from the training ranks serves all runs
-of ``recipes/tiny_cpu_sglang_disaggregated.yaml``, ``--repeat`` times in this order: in lockstep
+**waits**: how long a step waits for agents with slow tools, in lockstep and at their own pace. Each
+episode has two turns, and a tool between them that takes a log-normal time (median and sigma of its
+logarithm by option). One SGLang server apart from the training ranks serves all runs of
+``recipes/tiny_cpu_sglang_disaggregated.yaml``, ``--repeat`` times in this order: in lockstep
 (``rollout.agent.path``: all conversations take their turns together), and as programs with
 ``rollout.max_staleness`` 0, 1 and 2, the last also with ``rollout.over_sampling`` 0.25.
 
 For each: seconds that a step waits for its batch (``timing_s/gen``), seconds of a step, and the
 mean age of its tokens in updates; means over the steps after the second, of both runs.
+
+**endpoint**: episodes through the endpoint, against the same requests sent to SGLang directly. The
+agent has a client of ``openai`` in a process of its own (``rollout.agent.run``), as in training.
+Directly, one ``httpx`` client then sends as many requests with the same prompts and the same
+lengths to ``/generate``, each episode's one after the other, with what SGLang has sampled in the
+context of the next one. SGLang's prefix cache is emptied before each. The model is
+``builtin:tiny``. Both alternate after a round of warm-up, each round with other prompts.
+
+The result has medians over the rounds: the ratio of the times; milliseconds from the start of a
+turn to the next one's; milliseconds of the processor per turn, in the process that sends the
+requests to SGLang (with the endpoint or without) and in the agent's.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import os
+import random
 import secrets
+import string
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from math import log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from typing import Any, TypeVar
 
+import httpx
+import psutil
+import torch
 from record import parser, record
+from transformers import AutoModelForCausalLM
 
+from mppo.agents.episode_engine import EpisodeEngine
+from mppo.agents.hosted_function import HostedFunction
+from mppo.agents.running_episodes import use_metrics
+from mppo.batch.episode import NO_WEIGHTS, Episode
+from mppo.batch.prompt import Prompt
+from mppo.config.load import load_recipe
+from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.parallel.addresses import free_port
+from mppo.rollout.engine import GenerationRequest, WeightSource
+from mppo.rollout.sglang.api import sampling_parameters
+from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.weights.bucket import WeightBucket
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "recipes/tiny_cpu_sglang_disaggregated.yaml"
@@ -109,13 +145,202 @@ def measure(steps: int, mu: float, sigma: float, repeat: int) -> dict[str, dict[
     }
 
 
+TALKER = """
+async def run(client, task, turns, tokens):
+    messages = list(task["messages"])
+    for _ in range(turns):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=tokens
+        )
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        messages = [*messages, said, {"role": "user", "content": "Go on, please."}]
+    return 1.0
+"""
+T = TypeVar("T")
+Lengths = list[tuple[list[int], int]]
+"""Turns of an episode: others' tokens before it, and the number of its own."""
+
+
+class EndpointCase:
+    """A server, and episodes through the endpoint or of direct requests.
+
+    Args:
+        options: of the command line.
+        folder: for files.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        name, agent = "builtin:tiny", folder / "agent.py"
+        self.options, path = options, resolve_model(name)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.tokenizer = load_tokenizer(path)
+        agent.write_text(TALKER)
+        arguments = f"{{turns: {options.turns}, tokens: {options.tokens}}}"
+        recipe = load_recipe(None, [
+            f"model.path={name}", "data.task=arithmetic", "rollout.name=sglang",
+            f"rollout.agent.run={agent}:run", f"rollout.agent.arguments={arguments}",
+            f"rollout.agent.max_turns={options.turns}", "rollout.start_timeout_s=1800",
+            f"rollout.agent.max_concurrent={options.concurrent}",
+            f"rollout.batch_size={options.concurrent}",
+            "rollout.server_args={max_total_tokens: 65536}",
+        ])  # fmt: skip
+        self.sampling, config = recipe.rollout.model_copy(update={"n": 1}), recipe.rollout.agent
+        assert config is not None
+        where = path, model.config, torch.float32, recipe.rollout
+        self.inner, limit = SGLangEngine(*where, run_dir=folder), options.turns * 128 + 256
+        self.engine = EpisodeEngine(
+            self.inner,
+            HostedFunction(f"{agent}:run", config.arguments, 1),
+            self.tokenizer,
+            config,
+            limit,
+        )
+        bucket = WeightBucket.pack(list(model.state_dict().items()))
+        self.engine.update_weights(WeightSource(lambda: iter([bucket])), 0)
+        self.api = self.inner.fleet.apis[0]
+
+    def prompts(self, number: int) -> list[Prompt]:
+        """The prompts of a round, all of one length."""
+        chance, found = random.Random(number), []
+        for uid in range(self.options.episodes):
+            text = "".join(chance.choices(string.ascii_lowercase, k=48))
+            messages = ({"role": "user", "content": text},)
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+            found.append(Prompt(uid, torch.tensor(ids), "random", "", text, messages=messages))
+        return found
+
+    def through_endpoint(self, prompts: list[Prompt]) -> list[Episode]:
+        """Run an episode of each prompt."""
+        limit = self.options.turns * self.options.tokens
+        found = self.engine.generate(GenerationRequest(prompts, self.sampling, limit, 0))
+        assert not any(each.result and each.result.error for each in found)
+        return found
+
+    def directly(self, prompts: list[Prompt], turns: list[Lengths]) -> float:
+        """Send the requests of episodes with these turns; the share that the cache had."""
+        return asyncio.run(self._directly(prompts, turns))
+
+    async def _directly(self, prompts: list[Prompt], turns: list[Lengths]) -> float:
+        free, cached, context = asyncio.Semaphore(self.options.concurrent), 0, 0
+        headers = {"Authorization": f"Bearer {self.inner.fleet.key}"}
+
+        async def episode(prompt: Prompt, turns: Lengths) -> None:
+            nonlocal cached, context
+            ids = prompt.token_ids.tolist()
+            async with free:
+                for given, count in turns:
+                    ids = [*ids, *given]
+                    how = sampling_parameters(self.sampling, count, []) | {"ignore_eos": True}
+                    body = {"input_ids": ids, "sampling_params": how, "return_logprob": True}
+                    answer = (await client.post("/generate", json=body)).raise_for_status().json()
+                    said, context = answer["output_ids"], context + len(ids)
+                    assert len(said) == count
+                    cached += answer["meta_info"]["cached_tokens"]
+                    ids = [*ids, *said]
+
+        where = {"base_url": self.api.url, "headers": headers, "timeout": None}
+        async with httpx.AsyncClient(**where) as client:
+            await asyncio.gather(*map(episode, prompts, turns))
+        return cached / context
+
+    def processor_s(self) -> dict[str, float]:
+        """Processor seconds so far of this process, and of the agent's."""
+        found = {"training": 0.0, "agent": 0.0}
+        own = psutil.Process()
+        for each in [own, *own.children(recursive=True)]:
+            kind = "agent" if "mppo.agents.function_host" in each.cmdline()[:4] else None
+            kind = "training" if each.pid == own.pid else kind
+            if kind is not None:
+                times = each.cpu_times()
+                found[kind] += times.user + times.system
+        return found
+
+    def timed(self, work: Callable[..., T], *given: Any) -> tuple[T, dict[str, float]]:
+        """A result, with its seconds and processor seconds; the prefix cache is empty before."""
+        self.api.wait_until_idle(60.0)
+        before, began = self.processor_s(), time.perf_counter()
+        found = work(*given)
+        seconds, after = time.perf_counter() - began, self.processor_s()
+        return found, {"seconds": seconds, **{kind: after[kind] - before[kind] for kind in after}}
+
+
+def turns_of(episode: Episode) -> Lengths:
+    """The lengths of an episode's turns, and what was said between them."""
+    found: Lengths = []
+    given, at, ids = [], 0, episode.here.ids.tolist()
+    for version, count in episode.parts:
+        if version == NO_WEIGHTS:
+            given = ids[at : at + count]
+        else:
+            found.append((given, count))
+        at += count
+    return found
+
+
+def measure_endpoint(options: argparse.Namespace) -> dict[str, object]:
+    """Medians of rounds of both."""
+    rounds: dict[str, list[dict[str, float]]] = {"endpoint": [], "directly": []}
+    with tempfile.TemporaryDirectory() as name:
+        case = EndpointCase(options, Path(name))
+        try:
+            for number in range(options.repeat + 1):
+                prompts = case.prompts(number)
+                episodes, through = case.timed(case.through_endpoint, prompts)
+                uses = [each.result.use for each in episodes if each.result and each.result.use]
+                through["prefix_hit_rate"] = use_metrics(uses)["conversation/prefix_hit_rate"]
+                turns = [turns_of(each) for each in episodes]
+                assert sum(map(len, turns)) == options.episodes * options.turns
+                hits, direct = case.timed(case.directly, prompts, turns)
+                direct["prefix_hit_rate"] = hits
+                if number:  # the first one warms up
+                    rounds["endpoint"].append(through)
+                    rounds["directly"].append(direct)
+        finally:
+            case.engine.stop()
+    return compared(rounds, options)
+
+
+def compared(rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> dict:
+    """Medians, per turn, and the ratios of the times of each round."""
+    count = options.episodes * options.turns
+    found: dict[str, object] = {}
+    for name, each in rounds.items():
+        mid = {key: median(row[key] for row in each) for key in each[0]}
+        found[name] = {
+            "episodes_per_s": round(options.episodes / mid["seconds"], 2),
+            "turn_ms": round(1e3 * options.concurrent * mid["seconds"] / count, 1),
+            "processor_ms_per_turn": round(1e3 * mid["training"] / count, 2),
+            "agent_processor_ms_per_turn": round(1e3 * mid["agent"] / count, 2),
+            "prefix_hit_rate": round(mid["prefix_hit_rate"], 4),
+        }
+    pairs = [(a["seconds"], b["seconds"]) for a, b in zip(*rounds.values(), strict=True)]
+    ratios = [a / b for a, b in pairs]
+    more = [1e3 * options.concurrent * (a - b) / count for a, b in pairs]
+    return {
+        **found,
+        "time_over_direct": round(median(ratios), 3),
+        "more_ms_per_turn": round(median(more), 1),
+        "ratios": [round(each, 3) for each in ratios],
+    }
+
+
 def main() -> None:
     """Measure, print and record."""
-    options = parser(__doc__, repeat=2)
-    options.add_argument("--steps", type=int, default=6)
-    options.add_argument("--median", type=float, default=1.0, help="seconds of a tool")
-    options.add_argument("--sigma", type=float, default=1.0, help="of the logarithm")
+    options = parser(__doc__ or "", repeat=2)
+    options.add_argument("part", nargs="?", choices=("waits", "endpoint"), default="waits")
+    options.add_argument("--steps", type=int, default=6, help="waits: of a run")
+    options.add_argument("--median", type=float, default=1.0, help="waits: seconds of a tool")
+    options.add_argument("--sigma", type=float, default=1.0, help="waits: of the logarithm")
+    options.add_argument("--episodes", type=int, default=64, help="endpoint: of a round")
+    options.add_argument("--turns", type=int, default=4, help="endpoint: of an episode")
+    options.add_argument("--tokens", type=int, default=32, help="endpoint: most of a turn")
+    options.add_argument("--concurrent", type=int, default=16, help="endpoint: episodes at once")
     chosen = options.parse_args()
+    if chosen.part == "endpoint":
+        record(measure_endpoint(chosen), chosen.out)
+        return
     result = measure(chosen.steps, log(chosen.median), chosen.sigma, chosen.repeat)
     for each in result.values():
         each["waits_over_lockstep"] = each["waits_s"] / result[LOCKSTEP]["waits_s"]

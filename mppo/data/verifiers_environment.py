@@ -71,7 +71,8 @@ def environment_rows(
             set, or scores the episodes of a prompt together.
     """
     if find_spec("verifiers") is None:
-        raise _wrong(name, "its package verifiers is not installed", _INSTALL)
+        missing = ModuleNotFoundError("No module named 'verifiers'")
+        raise _wrong(name, "its package verifiers is not installed", _INSTALL) from missing
     command = [
         sys.executable, "-m", "mppo.data.verifiers_environment", name, json.dumps(dict(arguments)),
         split, json.dumps(limit),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from itertools import groupby, pairwise
 
 import pytest
 from recipe_run import ROOT, evaluate_recipe, run_recipe, smaller
@@ -11,6 +14,7 @@ from sglang_case import START_S, needs_sglang
 from mppo.batch.episode import NO_WEIGHTS
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.step_dump import dumped_steps, read_header_of
+from mppo.hub.builtin import load_tokenizer, resolve_model
 
 RECIPE = "tiny_cpu_agent.yaml"
 AGENT = f"rollout.agent.run={ROOT}/recipes/agents/guess_sums.py:run"
@@ -31,6 +35,31 @@ async def run(client, task):
     return {"reward": len(said["content"]) / 4}
 """
 """Two turns, and a third one behind another history."""
+ENVIRONMENT = """
+import json
+import verifiers as vf
+from datasets import Dataset
+
+class Again(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.UserMessage(content="more")]
+
+def load_environment(log):
+    def score(completion):
+        return len(completion[-1].content) / 4 if completion else 0.0
+
+    def letters(completion):
+        said = [each.content for each in completion if each.role == "assistant"]
+        if len(said) == 2 and all(said):
+            with open(log, "a") as stream:
+                stream.write(json.dumps(said) + "\\n")
+        return sum(map(len, said))
+
+    data = Dataset.from_list([{"question": f"{i}+1", "answer": str(i + 1)} for i in range(16)])
+    rubric = vf.Rubric(funcs=[score, letters], weights=[1.0, 0.0])
+    return Again(dataset=data, rubric=rubric, max_turns=2)
+"""
+"""Writes what the policy says in both turns to a file. To verifiers an empty turn is an error."""
 
 
 @pytest.fixture
@@ -71,6 +100,49 @@ def test_the_recipes_game_has_two_turns(tmp_path):
         assert row["conversation/turns/max"] == 2
         assert row["reward/errors"] == 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
+def test_training_in_an_environment_of_verifiers(tmp_path):
+    pytest.importorskip("verifiers")
+    (tmp_path / "again.py").write_text(ENVIRONMENT)
+    log, place = tmp_path / "said.jsonl", tmp_path / "run"
+    rows = run_recipe(
+        RECIPE, place, *SHORT[:-1], f"rollout.stop_token_ids={list(range(10, 20))}",
+        "trainer.total_training_steps=2", "trainer.dump_rollouts=true", "reward.on_error=0",
+        f"rollout.environment={{verifiers: again, arguments: {{log: '{log}'}}}}",
+        "data.task=verifiers:again", "rollout.agent.run=mppo.data.verifiers_environment:run",
+        "data.max_response_length=256", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
+    )  # fmt: skip
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    tokenizer, found, scores = load_tokenizer(resolve_model("builtin:tiny")), [], []
+    for folder, row in zip(dumped_steps(place).values(), rows, strict=True):
+        header = read_header_of(folder)
+        turns = _turns(tokenizer, read_experience(folder, header.ranks).old.batch)
+        ended = [
+            (each, text) for each, text in zip(header.rows, turns, strict=True) if not each.error
+        ]
+        assert row["reward/errors"] == len(header.rows) - len(ended)
+        assert [each.score for each, _ in ended] == [len(last) / 4 for _, (_, last) in ended]
+        letters = [len(first) + len(last) for _, (first, last) in ended]
+        assert row["reward/again/letters/mean"] == pytest.approx(sum(letters) / len(letters))
+        assert row["reward/again/num_turns/mean"] == 2
+        assert row["actor/grad_norm"] > 0
+        found += [text for _, text in ended]
+        scores += [each.score for each, _ in ended]
+    assert sorted(found) == sorted(said), "the environment saw what is trained on"
+    assert len(set(scores)) > 1
+    _same_probabilities(rows)
+
+
+def _turns(tokenizer, batch) -> list[list[str]]:
+    """What the policy said in each turn of each sequence, without the tokens that end turns."""
+    found = []
+    for first, last in pairwise(batch.cu_seqlens.tolist()):
+        tokens, mine = batch.tokens_T[first:last], batch.response_mask_T[first:last]
+        runs = [list(run) for said, run in groupby(range(last - first), mine.__getitem__) if said]
+        found.append([tokenizer.decode(tokens[run[:-1]], skip_special_tokens=True) for run in runs])
+    return found
 
 
 @pytest.mark.distributed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -21,11 +22,11 @@ from policy_generator import DictatedGenerator
 from mppo.agents.build import build_agent
 from mppo.agents.program import EpisodeAccess, read_episode_result, task_of
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.data.verifiers_environment import environment_rows
 from mppo.parallel.addresses import free_port
 from mppo.rewards.workers.user_function import import_function
+from mppo.trainer.start.user_code import input_issues
 
 AGENTS = Path(__file__).parents[2] / "recipes" / "agents"
 TASK = {
@@ -316,8 +317,14 @@ def test_an_environment_of_verifiers(add_one):
 
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
-    [("add_two", {}, "Could not import 'add_two'"), ("add_one", {"in_groups": True}, "together")],
+    [
+        ("add_two", {}, "Could not import 'add_two'"),
+        ("add_one", {"in_groups": True}, "together"),
+        ("add_one", {"rows": "two"}, "cannot be interpreted as an integer"),
+    ],
 )
 def test_an_environment_that_cannot_be_used_is_told_before_a_run(add_one, name, arguments, why):
-    with pytest.raises(ConfigError, match=why):
-        environment_rows(name, arguments, "train", 1)
+    keys = [f"rollout.environment={json.dumps({'verifiers': name, 'arguments': arguments})}"]
+    (issue,) = input_issues(load_recipe(None, ["model.path=builtin:tiny", *keys]), remarks=[])
+    assert issue.key == "rollout.environment.verifiers"
+    assert why in issue.why

@@ -130,7 +130,7 @@ def history_keys(tools: Sequence[Any], messages: Sequence[Message]) -> list[str]
     What clients change in passing makes no difference: ids of tool calls, the order and the spaces
     of JSON, and blanks around an assistant's text.
     """
-    key, found = _digest("", list(tools)), []
+    key, found = _digest("", json.dumps(list(tools), sort_keys=True)), []
     for message in messages:
         key = next_key(key, message)
         found.append(key)
@@ -139,13 +139,13 @@ def history_keys(tools: Sequence[Any], messages: Sequence[Message]) -> list[str]
 
 def next_key(key: str, message: Message) -> str:
     """The key of a history with one more message."""
-    compared: list[Any] = [message["role"], message["content"], message.get("name")]
     if message["role"] == "assistant":
         calls = [each["function"] for each in message.get("tool_calls", ())]
-        compared = ["assistant", message["content"].strip(), calls]
-    return _digest(key, compared)
+        said = json.dumps(calls, sort_keys=True) if calls else ""
+        return _digest(key, "assistant", message["content"].strip(), said)
+    return _digest(key, message["role"], message["content"], message.get("name"))
 
 
-def _digest(key: str, value: Any) -> str:
-    text = json.dumps([key, value], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(*parts: str | None) -> str:
+    # by repr, not JSON, which takes longer: each request sends its whole history
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

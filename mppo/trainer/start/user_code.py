@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mppo.agents.function import check_agent
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
+from mppo.data.verifiers_environment import environment_rows
 from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
 from mppo.trainer.start.first_rows import SPLITS, row_issues
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
@@ -18,8 +19,8 @@ def input_issues(
     parts: UserParts = NO_PARTS,
     splits: Sequence[str] = SPLITS,
 ) -> list[ConfigIssue]:
-    """Import the recipe's reward function, agent and tools, check their parameters, and read rows
-    of the data files that are here.
+    """Import the recipe's reward function, agent and tools, check their parameters, make its
+    environment, and read rows of the data files that are here.
 
     Args:
         remarks: receives a line for code that needs a package that is not installed here; None:
@@ -41,6 +42,11 @@ def input_issues(
     if agent is not None and parts.agent is None:
         try:
             check_agent(agent)
+        except ConfigError as error:
+            issues += _issues(error, remarks)
+    if (made := recipe.rollout.environment) is not None:
+        try:
+            environment_rows(made.verifiers, made.arguments, splits[0], 1)
         except ConfigError as error:
             issues += _issues(error, remarks)
     return issues
