@@ -31,6 +31,10 @@ _TRIED = 200
 """Candidates, the fastest first, whose memory is planned."""
 _REFINED = 24
 """Layouts, the fastest first, of which virtual stages and ETP are tried."""
+_STARTS = 2
+"""Layouts, the fastest first, with each of which other layouts of the critic are tried."""
+_OWN_REFINED = 4
+"""Other layouts of a role, the fastest first, of which virtual stages and ETP are tried."""
 _SERVERS = 2
 """Kinds of servers, those that generate fastest, which are tried with every layout."""
 _SIZES = (1, 2, 4, 8)
@@ -63,11 +67,15 @@ class SearchResult:
             the least memory; empty: none passes the recipe's rules.
         ahead: the fastest one that generates a step ahead, if it is faster than all of these.
         compared: number of candidates whose time was compared.
+        shared, own: seconds by formulas of the fastest one in which the critic has the actor's
+            layout, and of the fastest one in which it has another; None: there is none.
     """
 
     best: Sequence[PlannedLayout]
     ahead: PlannedLayout | None
     compared: int
+    shared: float | None = None
+    own: float | None = None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -80,8 +88,9 @@ class SearchResult:
 class Search:
     """A search over layouts.
 
-    Actor and critic have the same layout, so that they can share a pipeline; a reward model and
-    other keys stay as they are.
+    Actor and critic have the same layout, so that they can share a pipeline. With the fastest of
+    these, each role in turn has other layouts, while the others keep theirs: the critic, the actor,
+    and a reference or reward model with keys of its own. Other keys stay as they are.
 
     Args:
         recipe: a valid recipe.
@@ -105,7 +114,7 @@ class Search:
         self._sequences, self._kernels = sequences, kernels
         self._most: float = gpu.nbytes - TRAINER_CONTEXT
         shapes = {name: model_shape(config) for name, config in hf_configs.items()}
-        self._shape = shapes["actor"]
+        self._shapes, self._shape = shapes, shapes["actor"]
         self._parameters = model_parameters(parameter_table(self._shape))
         self._sparse = {name: shape.num_experts > 0 for name, shape in shapes.items()}
 
@@ -125,7 +134,11 @@ class Search:
             and found
             and one.prediction.seconds < found[0].prediction.seconds
         ]
-        return SearchResult(found, faster[0] if faster else None, len(ranked))
+        by_critic = [
+            min((seconds for seconds, one in ranked if one.shared == shared), default=None)
+            for shared in (True, False)
+        ]
+        return SearchResult(found, faster[0] if faster else None, len(ranked), *by_critic)
 
     def _fitting(self, choices: Sequence[LayoutChoice], count: int) -> list[PlannedLayout]:
         """The first ones that fit; if none does, the one that lacks the least memory."""
@@ -158,10 +171,8 @@ class Search:
                 continue
             place = servers[0][1]
             ahead = apart > 0 and self._allowed(replace(place, ahead=True))
-            plain = self._trained(self._layouts(place))
-            fast = dict.fromkeys(replace(one, tokens=0, recomputes=False) for _, one in plain)
-            finer = self._trained(finer for one in [*fast][:_REFINED] for finer in self._finer(one))
-            for training, choice in [*plain, *finer]:
+            shared = self._varied(place, "actor", _REFINED)
+            for training, choice in [*shared, *self._unshared(place, shared)]:
                 for generation, server in servers:
                     one = replace(choice, server=server.server, server_ep=server.server_ep)
                     beside, after = max(training, generation), training + generation
@@ -230,45 +241,107 @@ class Search:
         engine = EnginePasses(self._kernels, self._shape, active, servers)
         return engine.generate(self._sequences).seconds
 
-    def _layouts(self, place: LayoutChoice) -> Iterator[LayoutChoice]:
-        """All layouts of the GPUs that the servers leave, without virtual stages and ETP."""
-        world = self._world - place.apart
-        experts = (1, 2, 4, 8, 16, 32) if self._sparse["actor"] else (1,)
+    def _unshared(
+        self, place: LayoutChoice, shared: Sequence[tuple[float, LayoutChoice]]
+    ) -> Iterator[tuple[float, LayoutChoice]]:
+        """Seconds of training of candidates in which not all roles have the actor's choice.
+
+        From the fastest shared layouts, or else from the recipe's own, each role in turn has all
+        layouts, and then keeps the fastest.
+        """
+        by_layout: dict[LayoutChoice, LayoutChoice] = {}
+        for _, choice in shared:
+            by_layout.setdefault(choice.without_batching(), choice)
+        starts = [*by_layout.values()][:_STARTS] or self._given(place)
+        names = [role.name for role in self._recipe.roles() if role.key == f"{role.name}.megatron"]
+        turns = [role for role in ("critic", "actor", "critic") if "critic" in names]
+        turns += [name for name in names if name not in ("actor", "critic")]
+        found: dict[LayoutChoice, float] = {}
+        for role in turns:
+            for start in starts:
+                explicit = start.changed("critic") if "critic" in names else start
+                varied = self._varied(explicit, role, _OWN_REFINED)
+                found |= {choice.without_repeats(): seconds for seconds, choice in varied}
+            starts = sorted(found, key=lambda one: found[one])[:1] or starts
+        return ((seconds, choice) for choice, seconds in found.items() if choice.own)
+
+    def _given(self, place: LayoutChoice) -> list[LayoutChoice]:
+        """The recipe's own layouts of actor and critic, on its GPUs."""
+        if place.apart:
+            return []
+        choice = place
+        for role in self._recipe.roles():
+            if role.trained:
+                m, layout = role.megatron, role.megatron.layout(self._world)
+                sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp,
+                         "ep": layout.ep, "etp": layout.etp}  # fmt: skip
+                full, budgets = m.recompute_granularity == "full", self._budgets(layout.cp)
+                for tokens in budgets[:1]:
+                    choice = choice.changed(role.name, **sizes, tokens=tokens, recomputes=full)
+        return [choice]
+
+    def _budgets(self, cp: int) -> list[int]:
+        """The least token budget of a micro-batch with a whole sequence, and the next one."""
+        longest = self._recipe.data.max_prompt_length + self._recipe.data.max_response_length
+        return [tokens for tokens in _TOKENS if tokens * cp >= longest][:2]
+
+    def _varied(
+        self, start: LayoutChoice, role: str, refined: int
+    ) -> list[tuple[float, LayoutChoice]]:
+        """Seconds of training with every layout of a role, the fastest first.
+
+        Args:
+            start: what the other roles keep.
+            role: the role.
+            refined: number of layouts of which virtual stages and ETP are tried.
+        """
+        plain = self._trained(self._layouts(start, role), role)
+        plain.sort(key=lambda one: one[0])
+        fast = dict.fromkeys(one.changed(role, tokens=0, recomputes=False) for _, one in plain)
+        finer = (one for layout in [*fast][:refined] for one in self._finer(layout, role))
+        return sorted([*plain, *self._trained(finer, role)], key=lambda one: one[0])
+
+    def _layouts(self, start: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
+        """All layouts of a role on the GPUs that the servers leave, without virtual stages and
+        ETP."""
+        world, shape = self._world - start.apart, self._shapes[role]
+        experts = (1, 2, 4, 8, 16, 32) if self._sparse[role] else (1,)
         for tp, pp, cp, ep in product(_SIZES, _SIZES, (1, 2), experts):
             if world % (tp * pp * cp) or world % (ep * pp):
                 continue
-            if self._sparse["actor"] and self._shape.num_experts % ep:
+            if self._sparse[role] and shape.num_experts % ep:
                 continue
-            yield replace(place, tp=tp, pp=pp, cp=cp, ep=ep)
+            yield start.changed(role, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, etp=1)
 
-    def _finer(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
+    def _finer(self, choice: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
         """The layout with virtual stages, with experts divided by TP, and with both."""
-        world = self._world - choice.apart
-        each = self._shape.num_layers // choice.pp
-        stages = [n for n in (1, 2, 4) if n == 1 or (choice.pp > 1 and each % n == 0)]
+        world, own = self._world - choice.apart, choice.of(role)
+        each = self._shapes[role].num_layers // own.pp
+        stages = [n for n in (1, 2, 4) if n == 1 or (own.pp > 1 and each % n == 0)]
         experts = [1]
-        if choice.tp > 1 and self._sparse["actor"]:
-            experts += [choice.tp] if world % (choice.tp * choice.ep * choice.pp) == 0 else []
+        if own.tp > 1 and self._sparse[role]:
+            experts += [own.tp] if world % (own.tp * own.ep * own.pp) == 0 else []
         for vpp, etp in product(stages, experts):
             if (vpp, etp) != (1, 1):
-                yield replace(choice, vpp=vpp, etp=etp)
+                yield choice.changed(role, vpp=vpp, etp=etp)
 
-    def _trained(self, layouts: Iterator[LayoutChoice]) -> list[tuple[float, LayoutChoice]]:
-        """Seconds of training by layout, tokens and recomputation, the fastest first."""
-        longest = self._recipe.data.max_prompt_length + self._recipe.data.max_response_length
+    def _trained(
+        self, layouts: Iterator[LayoutChoice], role: str
+    ) -> list[tuple[float, LayoutChoice]]:
+        """Seconds of training by layout of a role, its tokens and its recomputation."""
+        frozen = role not in ("actor", "critic")
         found: list[tuple[float, LayoutChoice]] = []
         for layout in layouts:
-            # the least budget with a whole sequence, and the next one
-            fitting = [tokens for tokens in _TOKENS if tokens * layout.cp >= longest][:2]
-            load = self._load(replace(layout, tokens=fitting[0])) if fitting else None
+            budgets = [0] if frozen else self._budgets(layout.of(role).cp)
+            load = self._load(layout.changed(role, tokens=budgets[0])) if budgets else None
             if load is None:
                 continue
-            for tokens, recomputes in product(fitting, (False, True)):
-                choice = replace(layout, tokens=tokens, recomputes=recomputes)
+            for tokens, recomputes in product(budgets, (False,) if frozen else (False, True)):
+                choice = layout.changed(role, tokens=tokens, recomputes=recomputes)
                 recipe = choice.applied(self._recipe, self._sparse, self._world)
                 phases = predict_training(with_batching(load, recipe), self._kernels, False)
                 found.append((sum(phase.seconds for phase in phases), choice))
-        return sorted(found, key=lambda one: one[0])
+        return found
 
     def _load(self, choice: LayoutChoice) -> StepLoad | None:
         """What a step computes without offload; None if a rule refuses the choice, or
@@ -280,8 +353,11 @@ class Search:
         trained = [
             max(part.resident for part in plan.memory) for plan in plans if plan.mini_batches
         ]
+        frozen = [
+            max(part.resident for part in plan.memory) for plan in plans if not plan.mini_batches
+        ]
         together = schedule_kind(recipe) != "sequential"
-        if (sum(trained) if together else max(trained)) > self._most:
+        if max(sum(trained) if together else max(trained), *frozen, 0) > self._most:
             return None
         return recipe_load(recipe, plans, None, self._configs, self._sequences)
 
@@ -327,8 +403,20 @@ def describe_search(result: SearchResult) -> str:
         ]
     if not first.fit.verdict.fits:
         lines += ["none fits; this one lacks the least:", describe_verdict(first.fit.verdict)]
+    if result.own is not None:
+        lines.append(_unshared(result.own, result.shared))
     compared = f"{result.compared:,} candidates compared"
     return "\n".join([*lines, f"{compared}; predicted by formulas from {first.prediction.source}"])
+
+
+def _unshared(own: float, shared: float | None) -> str:
+    """What another layout of the critic than the actor's changes."""
+    if shared is None:
+        return "no layout that actor and critic could share passes the recipe's rules"
+    return (
+        "without copies of offloaded parts: the fastest with another layout for the critic "
+        f"{own:.1f} s, with the same for both {shared:.1f} s"
+    )
 
 
 def _time(one: PlannedLayout) -> str:
