@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,7 @@ from mppo.planning.fit import Fit, plan_fit
 from mppo.planning.memory import experts_per_token, model_parameters
 from mppo.planning.outside import TRAINER_CONTEXT, own_kv_tokens
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
-from mppo.planning.time.choice import LayoutChoice
+from mppo.planning.time.choice import LayoutChoice, RoleChoice
 from mppo.planning.time.generation import EnginePasses, Servers
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.recipe import recipe_load, with_batching
@@ -32,7 +32,9 @@ _TRIED = 200
 _REFINED = 24
 """Layouts, the fastest first, of which virtual stages and ETP are tried."""
 _STARTS = 2
-"""Layouts, the fastest first, with each of which other layouts of the critic are tried."""
+"""Shared layouts, the fastest first, from which each role leaves for another one."""
+_ROUNDS = 3
+"""How often the critic or the actor leaves the fastest layouts so far."""
 _OWN_REFINED = 4
 """Other layouts of a role, the fastest first, of which virtual stages and ETP are tried."""
 _SERVERS = 2
@@ -114,6 +116,7 @@ class Search:
         self._sequences, self._kernels = sequences, kernels
         self._most: float = gpu.nbytes - TRAINER_CONTEXT
         shapes = {name: model_shape(config) for name, config in hf_configs.items()}
+        self._updates: dict[Hashable, list[tuple[float, float]]] = {}
         self._shapes, self._shape = shapes, shapes["actor"]
         self._parameters = model_parameters(parameter_table(self._shape))
         self._sparse = {name: shape.num_experts > 0 for name, shape in shapes.items()}
@@ -135,22 +138,27 @@ class Search:
             and one.prediction.seconds < found[0].prediction.seconds
         ]
         by_critic = [
-            min((seconds for seconds, one in ranked if one.shared == shared), default=None)
+            min(
+                (time for time, one in ranked if one.shared == shared and not one.ahead),
+                default=None,
+            )
             for shared in (True, False)
         ]
         return SearchResult(found, faster[0] if faster else None, len(ranked), *by_critic)
 
     def _fitting(self, choices: Sequence[LayoutChoice], count: int) -> list[PlannedLayout]:
-        """The first ones that fit; if none does, the one that lacks the least memory."""
-        found: list[PlannedLayout] = []
+        """The first ones that fit, with the first critic of each; if none does, the one that lacks
+        the least memory."""
+        found: dict[LayoutChoice, PlannedLayout] = {}
         least: _Fitted | None = None
         failed: list[LayoutChoice] = []
         for choice in choices:
-            if any(choice.needs_as_much(other) for other in failed):
+            actor = replace(choice, own=())
+            if actor in found or any(choice.needs_as_much(other) for other in failed):
                 continue
             one = self._fitted(choice)
             if one.fit.verdict.fits:
-                found.append(self._predicted(one))
+                found[actor] = self._predicted(one)
             else:
                 failed.append(choice)
                 if least is None or one.fit.verdict.over < least.fit.verdict.over:
@@ -158,7 +166,7 @@ class Search:
             if len(found) == count or len(failed) == _TRIED:
                 break
         if found or least is None:
-            return sorted(found, key=lambda one: one.prediction.seconds)
+            return sorted(found.values(), key=lambda one: one.prediction.seconds)
         return [self._predicted(least)]
 
     def _ranked(self) -> list[tuple[float, LayoutChoice]]:
@@ -246,20 +254,26 @@ class Search:
     ) -> Iterator[tuple[float, LayoutChoice]]:
         """Seconds of training of candidates in which not all roles have the actor's choice.
 
-        From the fastest shared layouts, or else from the recipe's own, each role in turn has all
-        layouts, and then keeps the fastest.
+        From the fastest shared layouts, or else the recipe's own, the critic or the actor has all
+        layouts while the other keeps its own; the same again from the fastest of these; then the
+        frozen roles, one after the other.
         """
         by_layout: dict[LayoutChoice, LayoutChoice] = {}
         for _, choice in shared:
             by_layout.setdefault(choice.without_batching(), choice)
         starts = [*by_layout.values()][:_STARTS] or self._given(place)
         names = [role.name for role in self._recipe.roles() if role.key == f"{role.name}.megatron"]
-        turns = [role for role in ("critic", "actor", "critic") if "critic" in names]
-        turns += [name for name in names if name not in ("actor", "critic")]
+        pair = [role for role in ("critic", "actor") if "critic" in names]
         found: dict[LayoutChoice, float] = {}
-        for role in turns:
-            for start in starts:
+        tried: set[tuple[str, LayoutChoice]] = set()
+        frozen = [[name] for name in names if name not in ("actor", "critic")]
+        for roles in (*[pair] * _ROUNDS, *frozen):
+            for start, role in product(starts, roles):
                 explicit = start.changed("critic") if "critic" in names else start
+                others = role, explicit.changed(role, **asdict(RoleChoice()))
+                if others in tried:
+                    continue
+                tried.add(others)
                 varied = self._varied(explicit, role, _OWN_REFINED)
                 found |= {choice.without_repeats(): seconds for seconds, choice in varied}
             starts = sorted(found, key=lambda one: found[one])[:1] or starts
@@ -328,7 +342,8 @@ class Search:
     def _trained(
         self, layouts: Iterator[LayoutChoice], role: str
     ) -> list[tuple[float, LayoutChoice]]:
-        """Seconds of training by layout of a role, its tokens and its recomputation."""
+        """Seconds of training by layout of a role, its tokens and its recomputation, where an
+        update has room."""
         frozen = role not in ("actor", "critic")
         found: list[tuple[float, LayoutChoice]] = []
         for layout in layouts:
@@ -338,7 +353,9 @@ class Search:
                 continue
             for tokens, recomputes in product(budgets, (False,) if frozen else (False, True)):
                 choice = layout.changed(role, tokens=tokens, recomputes=recomputes)
-                recipe = choice.applied(self._recipe, self._sparse, self._world)
+                recipe, world = self._applied(choice)
+                if self._needed(choice, recipe, world) > self._most:
+                    continue
                 phases = predict_training(with_batching(load, recipe), self._kernels, False)
                 found.append((sum(phase.seconds for phase in phases), choice))
         return found
@@ -361,6 +378,30 @@ class Search:
             return None
         return recipe_load(recipe, plans, None, self._configs, self._sequences)
 
+    def _needed(self, choice: LayoutChoice, recipe: Recipe, world: int) -> float:
+        """Bytes that an update of a candidate needs at least: what does not compute is offloaded.
+
+        Args:
+            choice: the candidate.
+            recipe: the recipe with it.
+            world: its number of ranks.
+        """
+        together = schedule_kind(recipe) != "sequential"
+        keys: list[Hashable] = []
+        for role in recipe.roles():
+            if role.trained:
+                own = choice.of(role.name)
+                keys.append((role.name, together, world, own.sizes, own.tokens, own.recomputes))
+        if any(key not in self._updates for key in keys):
+            plans = plan_roles(recipe, world, self._configs)
+            trained = (plan for plan in plans if plan.mini_batches)
+            self._updates |= {key: _updates_by_stage(plan) for key, plan in zip(keys, trained)}
+        roles = [self._updates[key] for key in keys]
+        if together:
+            return max(sum(one[0] for one in stage) + max(one[1] for one in stage)
+                       for stage in zip(*roles))  # fmt: skip
+        return max(sum(stage) for role in roles for stage in role)
+
     def _applied(self, choice: LayoutChoice) -> tuple[Recipe, int]:
         """The recipe with a choice, and its number of ranks."""
         recipe = choice.applied(self._recipe, self._sparse, self._world)
@@ -376,6 +417,19 @@ class Search:
         load = recipe_load(budgets, one.plans, one.fit, self._configs, self._sequences)
         prediction = predict_step(load, self._kernels)
         return PlannedLayout(one.choice, one.recipe, prediction, one.fit)
+
+
+def _updates_by_stage(plan: RolePlan) -> list[tuple[float, float]]:
+    """Bytes that a role holds in its update, and those that its passes allocate at least."""
+    return [
+        (
+            memory.resident,
+            passes.update
+            + passes.kept
+            * (min(passes.in_flight, passes.micro_batches * passes.mini_batches) - passes.chunk),
+        )
+        for memory, passes in zip(plan.memory, plan.passes)
+    ]
 
 
 @dataclass(frozen=True)
