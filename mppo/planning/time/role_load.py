@@ -229,14 +229,14 @@ class RolePasses:
 
     def optimizer(self, stage: int) -> Cost:
         """An optimizer step of one rank's share: master weights and two moments are read and
-        written, gradients read, weights written."""
+        written, gradients read, weights written; the host waits for the norm of the gradients."""
         layout = self.load.layout
         share = self.load.parameters[stage] / (layout.dp * layout.cp)
         on_gpu = streamed(
             self._kernels, share * (1 - self.load.cpu_share) * (7 * _FLOAT + BYTES), 4
         )
         moved = share * self.load.cpu_share * (_FLOAT + BYTES) / self._kernels.system.host
-        return on_gpu + Cost(network=moved)
+        return on_gpu + Cost(network=moved, waits=1)
 
     @property
     def _stages(self) -> range:
