@@ -48,6 +48,16 @@ def test_without_the_library_one_command_is_told(monkeypatch, capsys):
     assert 'pip install "mppo[plan]"' in told
 
 
+@with_library
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk.perf_database", None)
+    library._module.cache_clear()
+    assert main(["--config", RECIPE, "--time"]) == 2
+    told = capsys.readouterr().err
+    assert "aiconfigurator-core cannot be imported" in told
+    assert "pip install --force-reinstall aiconfigurator-core" in told
+
+
 def test_a_mean_without_time_is_not_ignored(capsys):
     for option in (["--mean-response", "100"], ["--search", "best.yaml"], ["--price", "2"]):
         assert main(["--config", RECIPE, *option]) == 2
