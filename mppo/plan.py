@@ -135,14 +135,20 @@ def _time_options(arguments: argparse.Namespace) -> TimeOptions:
 
     own = vars(arguments)
     turns = AgentTurns(
-        1.0 if own["turns"] is None else own["turns"],
-        own["turn_seconds"] or 0.0,
-        own["turn_tokens"] or 0.0,
+        count=1.0 if own["turns"] is None else own["turns"],
+        seconds=own["turn_seconds"] or 0.0,
+        tokens=own["turn_tokens"] or 0.0,
     )
     disk = None if own["disk"] is None else own["disk"] * 1e9
     return TimeOptions(
-        *(own["mean_prompt"], own["mean_response"], own["price"], own["search"], own["picture"]),
-        *(own["lengths"], turns, Upkeep(own["val_prompts"], disk)),
+        prompt=own["mean_prompt"],
+        response=own["mean_response"],
+        price=own["price"],
+        search=own["search"],
+        picture=own["picture"],
+        lengths=own["lengths"],
+        turns=turns,
+        upkeep=Upkeep(prompts=own["val_prompts"], disk=disk),
     )
 
 

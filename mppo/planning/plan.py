@@ -102,7 +102,7 @@ def plan_use(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> RankUse:
         parameter_table(actor.passes[0].kind.shape),
         actor.layout,
         stages[0],
-        [passes.layers for passes in actor.passes],
+        tuple(tuple(passes.layers) for passes in actor.passes),
         recipe.rollout.sync_bucket_mb << 20,
         BYTES[recipe.model.dtype],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from mppo.parallel.layout import Layout
@@ -16,11 +17,12 @@ BUFFERS = 2
 """Buffers that servers read by turns (``mppo.rollout.transport``)."""
 
 
+@lru_cache(maxsize=256)
 def stream_bytes(
     table: Table,
     layout: Layout,
     stage: int,
-    layers: Sequence[Sequence[int]],
+    layers: tuple[tuple[int, ...], ...],
     bucket_bytes: int,
     itemsize: int,
 ) -> int:

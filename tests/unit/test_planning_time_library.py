@@ -15,6 +15,7 @@ from random_dump import write_dump
 import mppo
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import find_gpu
+from mppo.config.load import load_recipe
 from mppo.plan import main
 from mppo.planning.time import library
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
@@ -45,6 +46,16 @@ def test_without_the_library_one_command_is_told(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "--time" in told
     assert 'pip install "mppo[plan]"' in told
+
+
+@with_library
+def test_a_library_that_cannot_be_imported_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk.perf_database", None)
+    library._module.cache_clear()
+    assert main(["--config", RECIPE, "--time"]) == 2
+    told = capsys.readouterr().err
+    assert "aiconfigurator-core cannot be imported" in told
+    assert "pip install --force-reinstall aiconfigurator-core" in told
 
 
 def test_a_mean_without_time_is_not_ignored(capsys):
@@ -182,6 +193,31 @@ def test_a_search_writes_the_fastest_layout_as_a_recipe(tmp_path, capsys):
     assert main(again) == 0
     found = re.findall(r"^predicted step: ([\d.]+) s", capsys.readouterr().out, re.MULTILINE)
     assert float(found[0]) == pytest.approx(seconds[0], abs=0.11)
+
+
+@with_library
+def test_a_small_critic_has_a_layout_of_its_own(tmp_path, capsys):
+    options = ["--time", "--mean-prompt", "128", "--mean-response", "128"]
+    best = tmp_path / "best.yaml"
+    (tmp_path / "configs").symlink_to(ROOT / "recipes" / "configs")
+    small = [
+        *("critic.path=$HOME/models/Qwen2.5-0.5B-Instruct", "trainer.n_gpus_per_node=4"),
+        *("critic.megatron.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"),
+    ]
+    recipe = str(ROOT / "recipes" / "qwen2_7b_gsm8k_math.yaml")
+    assert main(["--config", recipe, *small, *options, "--search", str(best)]) == 0
+    text = capsys.readouterr().out
+    first = re.findall(r"^1\. .*critic \(.*: predicted ([\d.]+) s", text, re.MULTILINE)
+    own, shared = re.findall(r"with another layout for the critic ([\d.]+) s, .* ([\d.]+) s", text)[
+        0
+    ]
+    assert float(own) < float(shared)
+    found = load_recipe(best)
+    layouts = [role.megatron.layout(4) for role in found.roles()]
+    assert layouts[0] != layouts[1]
+    assert main(["--config", str(best), *options]) == 0
+    again = re.findall(r"^predicted step: ([\d.]+) s", capsys.readouterr().out, re.MULTILINE)
+    assert float(again[0]) == pytest.approx(float(first[0]), abs=0.11)
 
 
 @with_library

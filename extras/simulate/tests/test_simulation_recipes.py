@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_time import PEAK
 from recipe_list import ALIKE, simulated_recipes
+from simulated import recipe_case, shallow
+
+from mppo.planning.plan import plan_roles
+from mppo.planning.time.recipe import recipe_load
+from mppo.planning.time.role_load import RolePasses, StepSequences
 
 ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
 FIRST = sorted({f"first:{name}" for name in simulated_recipes().values()})
@@ -142,6 +148,27 @@ def check(found: dict[str, Any], waits: dict[str, int]) -> None:
     assert found["resident"] == pytest.approx(found["planned"], abs=most)
     assert found["pinned"] == pytest.approx(found["planned_host"], abs=most)
     assert found["host_waits"] == waits, found["waiting"]
+
+
+@pytest.mark.parametrize("recipe", [
+    "qwen3_30b_a3b_gsm8k_math", "moonlight_16b_a3b_gsm8k", "qwen1.5_moe_a2.7b_gsm8k",
+    "qwen2.5_32b_gsm8k_math",
+])  # fmt: skip
+def test_a_predicted_time_counts_the_simulated_waits(recipe):
+    case = shallow(recipe_case(recipe))
+    data = case.recipe.data
+    lengths = (data.max_prompt_length, data.max_response_length, data.max_response_length)
+    sequences = StepSequences(data.train_batch_size * case.recipe.rollout.n, *lengths)
+    plans = plan_roles(case.recipe, case.world_size, case.hf_configs)
+    load = recipe_load(case.recipe, plans, None, case.hf_configs, sequences)
+    waits = WAITS[WITH][f"first:{recipe}"]
+    for role in (RolePasses(PEAK, one, sequences) for one in load.roles):
+        if role.load.name == "critic":
+            count = role.forward[0].waits * role.measuring.count
+            assert count == waits["computing values with critic"]
+        passes = role.training_forward[0].waits + role.training_backward[0].waits
+        count = passes * role.training.count + role.optimizer(0).waits
+        assert count * role.load.mini_batches == waits[f"updating {role.load.name}"]
 
 
 @pytest.mark.timeout(2400)

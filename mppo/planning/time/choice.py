@@ -13,17 +13,13 @@ TrainedSection = ActorConfig | CriticConfig
 
 
 @dataclass(frozen=True)
-class LayoutChoice:
-    """A candidate.
+class RoleChoice:
+    """The layout of a role, and its micro-batches.
 
     Args:
-        tp, pp, vpp, cp, ep, etp: sizes of the layout of actor and critic.
-        tokens: token budget of a micro-batch per GPU.
+        tp, pp, vpp, cp, ep, etp: sizes of the layout.
+        tokens: token budget of a micro-batch per GPU; 0 of a frozen role, which keeps its own.
         recomputes: the backward pass repeats the forward pass.
-        server: GPUs of a server.
-        server_ep: groups of a server's GPUs over which it divides its experts.
-        apart: GPUs that only servers use; 0: as in the recipe.
-        ahead: such servers generate the next step's batch while this one trains.
     """
 
     tp: int = 1
@@ -34,33 +30,128 @@ class LayoutChoice:
     etp: int = 1
     tokens: int = 4096
     recomputes: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the layout."""
+        return (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp)
+
+    def describe_role(self) -> list[str]:
+        """Name the sizes larger than one, and the budget."""
+        named = zip(("TP", "PP", "VPP", "CP", "EP", "ETP"), self.sizes)
+        layout = " x ".join(f"{name}{size}" for name, size in named if size > 1) or "DP"
+        tokens = [f"{self.tokens:,} tokens"] if self.tokens else []
+        return [layout, *tokens, *(["recomputation"] if self.recomputes else [])]
+
+    def layout(self, sparse: bool) -> dict[str, Any]:
+        """Keys of ``megatron`` for the layout, which divides only experts that there are."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep if sparse else 1,
+            "expert_tensor_parallel_size": self.etp if sparse else 1,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+            "pipeline_layers": None,
+        }
+
+    def trained(self, section: TrainedSection, sparse: bool) -> TrainedSection:
+        """The section of a trained role with this choice."""
+        layout = {
+            **self.layout(sparse),
+            "recompute_granularity": "full" if self.recomputes else "none",
+            "offload": "auto",
+        }
+        changes = {
+            "megatron": section.megatron.model_copy(update=layout),
+            "use_dynamic_bsz": True,
+            "ppo_max_token_len_per_gpu": self.tokens,
+        }
+        return section.model_copy(update=changes)
+
+
+@dataclass(frozen=True)
+class LayoutChoice(RoleChoice):
+    """A candidate: the choice of the actor, which is that of the critic unless it has its own.
+
+    Args:
+        server: GPUs of a server.
+        server_ep: groups of a server's GPUs over which it divides its experts.
+        apart: GPUs that only servers use; 0: as in the recipe.
+        ahead: such servers generate the next step's batch while this one trains.
+        own: roles with a choice of their own.
+    """
+
     server: int = 1
     server_ep: int = 1
     apart: int = 0
     ahead: bool = False
+    own: tuple[tuple[str, RoleChoice], ...] = ()
+
+    def of(self, role: str) -> RoleChoice:
+        """The choice of a role."""
+        return dict(self.own).get(role, self)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the critic has the actor's layout."""
+        return self.of("critic").sizes == self.sizes
+
+    def without_repeats(self) -> LayoutChoice:
+        """The candidate without a choice of the critic's that is the actor's."""
+        critic = self.of("critic")
+        alike = (critic.sizes, critic.tokens, critic.recomputes) == (
+            self.sizes, self.tokens, self.recomputes
+        )  # fmt: skip
+        own = tuple(one for one in self.own if one[0] != "critic" or not alike)
+        return replace(self, own=own)
+
+    def changed(self, role: str, **changes: Any) -> LayoutChoice:
+        """The candidate with changes of one role's choice; of the actor's, they are also those of
+        a critic without its own.
+
+        Args:
+            role: the role; one without a choice of its own gets it.
+            changes: arguments of ``RoleChoice``.
+        """
+        if role == "actor":
+            return replace(self, **changes)
+        before = self.of(role)
+        fields = {field: getattr(before, field) for field in RoleChoice.__dataclass_fields__}
+        return replace(
+            self,
+            own=tuple(sorted({**dict(self.own), role: RoleChoice(**fields | changes)}.items())),
+        )
 
     def describe(self) -> str:
-        """Name the sizes larger than one, the budget, and the servers."""
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep,
-                 "ETP": self.etp}  # fmt: skip
-        layout = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP"
+        """Name the choices of the roles, and the servers."""
         server = f"server TP{self.server}"
         if self.server_ep > 1:
             server += f" EP{self.server_ep}"
-        parts = [layout, f"{self.tokens:,} tokens"]
-        parts += ["recomputation"] if self.recomputes else []
+        parts = self.describe_role()
+        parts += [f"{name} ({', '.join(choice.describe_role())})" for name, choice in self.own]
         parts += [f"{server} on {self.apart} GPUs of their own" if self.apart else server]
         parts += ["one step ahead"] if self.ahead else []
         return ", ".join(parts)
 
     def needs_as_much(self, other: LayoutChoice) -> bool:
         """Whether it surely needs at least as much memory as the other choice."""
-        alike = {"tokens": 0, "recomputes": False, "ahead": False}
-        return (
-            replace(self, **alike) == replace(other, **alike)
-            and self.tokens >= other.tokens
-            and self.recomputes <= other.recomputes
+        roles = ("actor", *(name for name, _ in self.own))
+        return replace(self.without_batching(), ahead=False) == replace(
+            other.without_batching(), ahead=False
+        ) and all(
+            self.of(role).tokens >= other.of(role).tokens
+            and self.of(role).recomputes <= other.of(role).recomputes
+            for role in roles
         )
+
+    def without_batching(self) -> LayoutChoice:
+        """The candidate's layouts alone, without micro-batches."""
+        none: dict[str, Any] = {"tokens": 0, "recomputes": False}
+        own = tuple((name, replace(choice, **none)) for name, choice in self.own)
+        return replace(self, **none, own=own)
 
     def applied(self, recipe: Recipe, sparse: Mapping[str, bool], world: int) -> Recipe:
         """The recipe with this choice.
@@ -71,10 +162,15 @@ class LayoutChoice:
             world: number of all GPUs.
         """
         sections: dict[str, Any] = {
-            name: self._role(getattr(recipe, name), sparse[name])
+            name: self.of(name).trained(getattr(recipe, name), sparse[name])
             for name in ("actor", "critic")
             if name in sparse
         }
+        for name, choice in self.own:
+            if name not in sections:
+                section = getattr(recipe, name)
+                megatron = section.megatron.model_copy(update=choice.layout(sparse[name]))
+                sections[name] = section.model_copy(update={"megatron": megatron})
         rollout: dict[str, Any] = {}
         if recipe.rollout.name != "local":
             rollout = {
@@ -96,27 +192,6 @@ class LayoutChoice:
             sections["algorithm"] = recipe.algorithm.model_copy(update=algorithm)
         sections["rollout"] = recipe.rollout.model_copy(update=rollout)
         return recipe.model_copy(update=sections)
-
-    def _role(self, section: TrainedSection, sparse: bool) -> TrainedSection:
-        layout = {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
-            "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep if sparse else 1,
-            "expert_tensor_parallel_size": self.etp if sparse else 1,
-            "num_layers_in_first_pipeline_stage": None,
-            "num_layers_in_last_pipeline_stage": None,
-            "pipeline_layers": None,
-            "recompute_granularity": "full" if self.recomputes else "none",
-            "offload": "auto",
-        }
-        changes = {
-            "megatron": section.megatron.model_copy(update=layout),
-            "use_dynamic_bsz": True,
-            "ppo_max_token_len_per_gpu": self.tokens,
-        }
-        return section.model_copy(update=changes)
 
     def _ranks(self, recipe: Recipe, world: int) -> dict[str, int]:
         """Keys of ``trainer`` for the GPUs that the servers leave."""

@@ -157,6 +157,8 @@ class DecoderLayer:
         experts: list[Product] = [(rows, wide * width, s.hidden), (rows, s.hidden, width)]
         router: list[Product] = [(ceil(t / tp), s.num_experts, s.hidden)]
         cost = gemms(self.kernels, router, backward)
+        # the host reads how many tokens each expert has, in the forward pass
+        cost += Cost(waits=not backward)
         cost += gemms(self.kernels, experts, backward, local)
         if s.shared_ffn:
             cost += gemms(self.kernels, self._dense(s.shared_ffn, wide), backward)

@@ -20,6 +20,7 @@ from mppo.planning.time.layer import STREAMED
 from mppo.planning.time.scaled import Scaled
 
 PACKAGE = "aiconfigurator-core"
+_DATABASE = ".sdk.perf_database"
 ENGINE = "sglang"
 LOAD = "power_law_1.2"
 """How the measured experts are loaded: unevenly, as the library's own estimates take it."""
@@ -51,13 +52,18 @@ def open_library(gpu: GpuType) -> Kernels:
         gpu: the type of the GPU.
 
     Raises:
-        ConfigError: the library is not installed.
+        ConfigError: the library is not installed, or cannot be imported.
     """
     try:
         number = version(PACKAGE)
+        _module(_DATABASE)
     except PackageNotFoundError:
         why = f"it needs the package {PACKAGE} (Python 3.11 or newer), which is not installed"
         raise ConfigError([ConfigIssue("--time", True, why, 'pip install "mppo[plan]"')]) from None
+    except ImportError as error:
+        why = f"the package {PACKAGE} cannot be imported: {error}"
+        fix = f"pip install --force-reinstall {PACKAGE}, or leave out --time"
+        raise ConfigError([ConfigIssue("--time", True, why, fix)]) from error
     key = next((key for key, known in GPU_TYPES.items() if known.name == gpu.name), None)
     source = f"{PACKAGE} {number}"
     if key in SYSTEMS:
@@ -76,7 +82,7 @@ def _module(name: str) -> ModuleType:
 
 @cache
 def _handle(system: str) -> Any:
-    database = _module(".sdk.perf_database").get_database(system, ENGINE, "current")
+    database = _module(_DATABASE).get_database(system, ENGINE, "current")
     return _module(".sdk.engine").EngineHandle.for_database(database)
 
 

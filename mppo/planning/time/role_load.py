@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 
 from mppo.parallel.layout import Layout
@@ -148,14 +148,19 @@ class MicroBatches:
     tokens: float
 
     @staticmethod
-    def of(lengths: Sequence[int], limits: MicroBatchLimits, multiple: int = 1) -> MicroBatches:
+    @lru_cache(maxsize=1024)
+    def of(
+        sequences: StepSequences, share: int, limits: MicroBatchLimits, multiple: int = 1
+    ) -> MicroBatches:
         """Cut a rank's sequences into micro-batches as a run does.
 
         Args:
-            lengths: tokens of each sequence.
+            sequences: the sequences of the step.
+            share: how many of them the rank has.
             limits: size limit of a micro-batch.
             multiple: their number is a multiple of this.
         """
+        lengths = sequences.sample(share)
         (plan,) = plan_microbatches(lengths, range(len(lengths)), 1, limits, multiple)
         return MicroBatches(len(plan), sum(lengths) / len(plan))
 
@@ -174,11 +179,11 @@ class RolePasses:
         self.beside = kernels.system.beside
         layout = load.layout
         multiple = layout.pp if layout.vpp > 1 else 1
-        own = sequences.sample(ceil(sequences.count / layout.dp))
-        self.measuring = MicroBatches.of(own, load.measuring, multiple)
+        own = ceil(sequences.count / layout.dp)
+        self.measuring = MicroBatches.of(sequences, own, load.measuring, multiple)
         share = sequences.count * load.epochs / max(1, load.mini_batches)
-        own = sequences.sample(ceil(share / layout.dp))
-        self.training = MicroBatches.of(own, load.training, multiple)
+        own = ceil(share / layout.dp)
+        self.training = MicroBatches.of(sequences, own, load.training, multiple)
 
     @cached_property
     def forward(self) -> list[Cost]:
@@ -224,14 +229,14 @@ class RolePasses:
 
     def optimizer(self, stage: int) -> Cost:
         """An optimizer step of one rank's share: master weights and two moments are read and
-        written, gradients read, weights written."""
+        written, gradients read, weights written; the host waits for the norm of the gradients."""
         layout = self.load.layout
         share = self.load.parameters[stage] / (layout.dp * layout.cp)
         on_gpu = streamed(
             self._kernels, share * (1 - self.load.cpu_share) * (7 * _FLOAT + BYTES), 4
         )
         moved = share * self.load.cpu_share * (_FLOAT + BYTES) / self._kernels.system.host
-        return on_gpu + Cost(network=moved)
+        return on_gpu + Cost(network=moved, waits=1)
 
     @property
     def _stages(self) -> range:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,7 @@ from mppo.planning.fit import Fit, plan_fit
 from mppo.planning.memory import experts_per_token, model_parameters
 from mppo.planning.outside import TRAINER_CONTEXT, own_kv_tokens
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
-from mppo.planning.time.choice import LayoutChoice
+from mppo.planning.time.choice import LayoutChoice, RoleChoice
 from mppo.planning.time.generation import EnginePasses, Servers
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.recipe import recipe_load, with_batching
@@ -31,6 +31,12 @@ _TRIED = 200
 """Candidates, the fastest first, whose memory is planned."""
 _REFINED = 24
 """Layouts, the fastest first, of which virtual stages and ETP are tried."""
+_STARTS = 2
+"""Shared layouts, the fastest first, from which each role leaves for another one."""
+_ROUNDS = 3
+"""How often the critic or the actor leaves the fastest layouts so far."""
+_OWN_REFINED = 4
+"""Other layouts of a role, the fastest first, of which virtual stages and ETP are tried."""
 _SERVERS = 2
 """Kinds of servers, those that generate fastest, which are tried with every layout."""
 _SIZES = (1, 2, 4, 8)
@@ -63,11 +69,15 @@ class SearchResult:
             the least memory; empty: none passes the recipe's rules.
         ahead: the fastest one that generates a step ahead, if it is faster than all of these.
         compared: number of candidates whose time was compared.
+        shared, own: seconds by formulas of the fastest one in which the critic has the actor's
+            layout, and of the fastest one in which it has another; None: there is none.
     """
 
     best: Sequence[PlannedLayout]
     ahead: PlannedLayout | None
     compared: int
+    shared: float | None = None
+    own: float | None = None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -80,8 +90,9 @@ class SearchResult:
 class Search:
     """A search over layouts.
 
-    Actor and critic have the same layout, so that they can share a pipeline; a reward model and
-    other keys stay as they are.
+    Actor and critic have the same layout, so that they can share a pipeline. With the fastest of
+    these, each role in turn has other layouts, while the others keep theirs: the critic, the actor,
+    and a reference or reward model with keys of its own. Other keys stay as they are.
 
     Args:
         recipe: a valid recipe.
@@ -105,7 +116,8 @@ class Search:
         self._sequences, self._kernels = sequences, kernels
         self._most: float = gpu.nbytes - TRAINER_CONTEXT
         shapes = {name: model_shape(config) for name, config in hf_configs.items()}
-        self._shape = shapes["actor"]
+        self._updates: dict[Hashable, list[tuple[float, float]]] = {}
+        self._shapes, self._shape = shapes, shapes["actor"]
         self._parameters = model_parameters(parameter_table(self._shape))
         self._sparse = {name: shape.num_experts > 0 for name, shape in shapes.items()}
 
@@ -125,19 +137,28 @@ class Search:
             and found
             and one.prediction.seconds < found[0].prediction.seconds
         ]
-        return SearchResult(found, faster[0] if faster else None, len(ranked))
+        by_critic = [
+            min(
+                (time for time, one in ranked if one.shared == shared and not one.ahead),
+                default=None,
+            )
+            for shared in (True, False)
+        ]
+        return SearchResult(found, faster[0] if faster else None, len(ranked), *by_critic)
 
     def _fitting(self, choices: Sequence[LayoutChoice], count: int) -> list[PlannedLayout]:
-        """The first ones that fit; if none does, the one that lacks the least memory."""
-        found: list[PlannedLayout] = []
+        """The first ones that fit, with the first critic of each; if none does, the one that lacks
+        the least memory."""
+        found: dict[LayoutChoice, PlannedLayout] = {}
         least: _Fitted | None = None
         failed: list[LayoutChoice] = []
         for choice in choices:
-            if any(choice.needs_as_much(other) for other in failed):
+            actor = replace(choice, own=())
+            if actor in found or any(choice.needs_as_much(other) for other in failed):
                 continue
             one = self._fitted(choice)
             if one.fit.verdict.fits:
-                found.append(self._predicted(one))
+                found[actor] = self._predicted(one)
             else:
                 failed.append(choice)
                 if least is None or one.fit.verdict.over < least.fit.verdict.over:
@@ -145,7 +166,7 @@ class Search:
             if len(found) == count or len(failed) == _TRIED:
                 break
         if found or least is None:
-            return sorted(found, key=lambda one: one.prediction.seconds)
+            return sorted(found.values(), key=lambda one: one.prediction.seconds)
         return [self._predicted(least)]
 
     def _ranked(self) -> list[tuple[float, LayoutChoice]]:
@@ -158,10 +179,8 @@ class Search:
                 continue
             place = servers[0][1]
             ahead = apart > 0 and self._allowed(replace(place, ahead=True))
-            plain = self._trained(self._layouts(place))
-            fast = dict.fromkeys(replace(one, tokens=0, recomputes=False) for _, one in plain)
-            finer = self._trained(finer for one in [*fast][:_REFINED] for finer in self._finer(one))
-            for training, choice in [*plain, *finer]:
+            shared = self._varied(place, "actor", _REFINED)
+            for training, choice in [*shared, *self._unshared(place, shared)]:
                 for generation, server in servers:
                     one = replace(choice, server=server.server, server_ep=server.server_ep)
                     beside, after = max(training, generation), training + generation
@@ -230,45 +249,116 @@ class Search:
         engine = EnginePasses(self._kernels, self._shape, active, servers)
         return engine.generate(self._sequences).seconds
 
-    def _layouts(self, place: LayoutChoice) -> Iterator[LayoutChoice]:
-        """All layouts of the GPUs that the servers leave, without virtual stages and ETP."""
-        world = self._world - place.apart
-        experts = (1, 2, 4, 8, 16, 32) if self._sparse["actor"] else (1,)
+    def _unshared(
+        self, place: LayoutChoice, shared: Sequence[tuple[float, LayoutChoice]]
+    ) -> Iterator[tuple[float, LayoutChoice]]:
+        """Seconds of training of candidates in which not all roles have the actor's choice.
+
+        From the fastest shared layouts, or else the recipe's own, the critic or the actor has all
+        layouts while the other keeps its own; the same again from the fastest of these; then the
+        frozen roles, one after the other.
+        """
+        by_layout: dict[LayoutChoice, LayoutChoice] = {}
+        for _, choice in shared:
+            by_layout.setdefault(choice.without_batching(), choice)
+        starts = [*by_layout.values()][:_STARTS] or self._given(place)
+        names = [role.name for role in self._recipe.roles() if role.key == f"{role.name}.megatron"]
+        pair = [role for role in ("critic", "actor") if "critic" in names]
+        found: dict[LayoutChoice, float] = {}
+        tried: set[tuple[str, LayoutChoice]] = set()
+        frozen = [[name] for name in names if name not in ("actor", "critic")]
+        for roles in (*[pair] * _ROUNDS, *frozen):
+            for start, role in product(starts, roles):
+                explicit = start.changed("critic") if "critic" in names else start
+                others = role, explicit.changed(role, **asdict(RoleChoice()))
+                if others in tried:
+                    continue
+                tried.add(others)
+                varied = self._varied(explicit, role, _OWN_REFINED)
+                found |= {choice.without_repeats(): seconds for seconds, choice in varied}
+            starts = sorted(found, key=lambda one: found[one])[:1] or starts
+        return ((seconds, choice) for choice, seconds in found.items() if choice.own)
+
+    def _given(self, place: LayoutChoice) -> list[LayoutChoice]:
+        """The recipe's own layouts of actor and critic, on its GPUs."""
+        if place.apart:
+            return []
+        choice = place
+        for role in self._recipe.roles():
+            if role.trained:
+                m, layout = role.megatron, role.megatron.layout(self._world)
+                sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp,
+                         "ep": layout.ep, "etp": layout.etp}  # fmt: skip
+                full, budgets = m.recompute_granularity == "full", self._budgets(layout.cp)
+                for tokens in budgets[:1]:
+                    choice = choice.changed(role.name, **sizes, tokens=tokens, recomputes=full)
+        return [choice]
+
+    def _budgets(self, cp: int) -> list[int]:
+        """The least token budget of a micro-batch with a whole sequence, and the next one."""
+        longest = self._recipe.data.max_prompt_length + self._recipe.data.max_response_length
+        return [tokens for tokens in _TOKENS if tokens * cp >= longest][:2]
+
+    def _varied(
+        self, start: LayoutChoice, role: str, refined: int
+    ) -> list[tuple[float, LayoutChoice]]:
+        """Seconds of training with every layout of a role, the fastest first.
+
+        Args:
+            start: what the other roles keep.
+            role: the role.
+            refined: number of layouts of which virtual stages and ETP are tried.
+        """
+        plain = self._trained(self._layouts(start, role), role)
+        plain.sort(key=lambda one: one[0])
+        fast = dict.fromkeys(one.changed(role, tokens=0, recomputes=False) for _, one in plain)
+        finer = (one for layout in [*fast][:refined] for one in self._finer(layout, role))
+        return sorted([*plain, *self._trained(finer, role)], key=lambda one: one[0])
+
+    def _layouts(self, start: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
+        """All layouts of a role on the GPUs that the servers leave, without virtual stages and
+        ETP."""
+        world, shape = self._world - start.apart, self._shapes[role]
+        experts = (1, 2, 4, 8, 16, 32) if self._sparse[role] else (1,)
         for tp, pp, cp, ep in product(_SIZES, _SIZES, (1, 2), experts):
             if world % (tp * pp * cp) or world % (ep * pp):
                 continue
-            if self._sparse["actor"] and self._shape.num_experts % ep:
+            if self._sparse[role] and shape.num_experts % ep:
                 continue
-            yield replace(place, tp=tp, pp=pp, cp=cp, ep=ep)
+            yield start.changed(role, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, etp=1)
 
-    def _finer(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
+    def _finer(self, choice: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
         """The layout with virtual stages, with experts divided by TP, and with both."""
-        world = self._world - choice.apart
-        each = self._shape.num_layers // choice.pp
-        stages = [n for n in (1, 2, 4) if n == 1 or (choice.pp > 1 and each % n == 0)]
+        world, own = self._world - choice.apart, choice.of(role)
+        each = self._shapes[role].num_layers // own.pp
+        stages = [n for n in (1, 2, 4) if n == 1 or (own.pp > 1 and each % n == 0)]
         experts = [1]
-        if choice.tp > 1 and self._sparse["actor"]:
-            experts += [choice.tp] if world % (choice.tp * choice.ep * choice.pp) == 0 else []
+        if own.tp > 1 and self._sparse[role]:
+            experts += [own.tp] if world % (own.tp * own.ep * own.pp) == 0 else []
         for vpp, etp in product(stages, experts):
             if (vpp, etp) != (1, 1):
-                yield replace(choice, vpp=vpp, etp=etp)
+                yield choice.changed(role, vpp=vpp, etp=etp)
 
-    def _trained(self, layouts: Iterator[LayoutChoice]) -> list[tuple[float, LayoutChoice]]:
-        """Seconds of training by layout, tokens and recomputation, the fastest first."""
-        longest = self._recipe.data.max_prompt_length + self._recipe.data.max_response_length
+    def _trained(
+        self, layouts: Iterator[LayoutChoice], role: str
+    ) -> list[tuple[float, LayoutChoice]]:
+        """Seconds of training by layout of a role, its tokens and its recomputation, where an
+        update has room."""
+        frozen = role not in ("actor", "critic")
         found: list[tuple[float, LayoutChoice]] = []
         for layout in layouts:
-            # the least budget with a whole sequence, and the next one
-            fitting = [tokens for tokens in _TOKENS if tokens * layout.cp >= longest][:2]
-            load = self._load(replace(layout, tokens=fitting[0])) if fitting else None
+            budgets = [0] if frozen else self._budgets(layout.of(role).cp)
+            load = self._load(layout.changed(role, tokens=budgets[0])) if budgets else None
             if load is None:
                 continue
-            for tokens, recomputes in product(fitting, (False, True)):
-                choice = replace(layout, tokens=tokens, recomputes=recomputes)
-                recipe = choice.applied(self._recipe, self._sparse, self._world)
+            for tokens, recomputes in product(budgets, (False,) if frozen else (False, True)):
+                choice = layout.changed(role, tokens=tokens, recomputes=recomputes)
+                recipe, world = self._applied(choice)
+                if self._needed(choice, recipe, world) > self._most:
+                    continue
                 phases = predict_training(with_batching(load, recipe), self._kernels, False)
                 found.append((sum(phase.seconds for phase in phases), choice))
-        return sorted(found, key=lambda one: one[0])
+        return found
 
     def _load(self, choice: LayoutChoice) -> StepLoad | None:
         """What a step computes without offload; None if a rule refuses the choice, or
@@ -280,10 +370,37 @@ class Search:
         trained = [
             max(part.resident for part in plan.memory) for plan in plans if plan.mini_batches
         ]
+        frozen = [
+            max(part.resident for part in plan.memory) for plan in plans if not plan.mini_batches
+        ]
         together = schedule_kind(recipe) != "sequential"
-        if (sum(trained) if together else max(trained)) > self._most:
+        if max(sum(trained) if together else max(trained), *frozen, 0) > self._most:
             return None
         return recipe_load(recipe, plans, None, self._configs, self._sequences)
+
+    def _needed(self, choice: LayoutChoice, recipe: Recipe, world: int) -> float:
+        """Bytes that an update of a candidate needs at least: what does not compute is offloaded.
+
+        Args:
+            choice: the candidate.
+            recipe: the recipe with it.
+            world: its number of ranks.
+        """
+        together = schedule_kind(recipe) != "sequential"
+        keys: list[Hashable] = []
+        for role in recipe.roles():
+            if role.trained:
+                own = choice.of(role.name)
+                keys.append((role.name, together, world, own.sizes, own.tokens, own.recomputes))
+        if any(key not in self._updates for key in keys):
+            plans = plan_roles(recipe, world, self._configs)
+            trained = (plan for plan in plans if plan.mini_batches)
+            self._updates |= {key: _updates_by_stage(plan) for key, plan in zip(keys, trained)}
+        roles = [self._updates[key] for key in keys]
+        if together:
+            return max(sum(one[0] for one in stage) + max(one[1] for one in stage)
+                       for stage in zip(*roles))  # fmt: skip
+        return max(sum(stage) for role in roles for stage in role)
 
     def _applied(self, choice: LayoutChoice) -> tuple[Recipe, int]:
         """The recipe with a choice, and its number of ranks."""
@@ -300,6 +417,19 @@ class Search:
         load = recipe_load(budgets, one.plans, one.fit, self._configs, self._sequences)
         prediction = predict_step(load, self._kernels)
         return PlannedLayout(one.choice, one.recipe, prediction, one.fit)
+
+
+def _updates_by_stage(plan: RolePlan) -> list[tuple[float, float]]:
+    """Bytes that a role holds in its update, and those that its passes allocate at least."""
+    return [
+        (
+            memory.resident,
+            passes.update
+            + passes.kept
+            * (min(passes.in_flight, passes.micro_batches * passes.mini_batches) - passes.chunk),
+        )
+        for memory, passes in zip(plan.memory, plan.passes)
+    ]
 
 
 @dataclass(frozen=True)
@@ -327,8 +457,20 @@ def describe_search(result: SearchResult) -> str:
         ]
     if not first.fit.verdict.fits:
         lines += ["none fits; this one lacks the least:", describe_verdict(first.fit.verdict)]
+    if result.own is not None:
+        lines.append(_unshared(result.own, result.shared))
     compared = f"{result.compared:,} candidates compared"
     return "\n".join([*lines, f"{compared}; predicted by formulas from {first.prediction.source}"])
+
+
+def _unshared(own: float, shared: float | None) -> str:
+    """What another layout of the critic than the actor's changes."""
+    if shared is None:
+        return "no layout that actor and critic could share passes the recipe's rules"
+    return (
+        "without copies of offloaded parts: the fastest with another layout for the critic "
+        f"{own:.1f} s, with the same for both {shared:.1f} s"
+    )
 
 
 def _time(one: PlannedLayout) -> str:
