@@ -53,7 +53,7 @@ def test_a_critic_may_have_a_choice_of_its_own():
 
 def test_a_frozen_role_keeps_its_micro_batches():
     recipe = load_recipe(ROOT / "recipes" / "qwen2_7b_rm.yaml")
-    sparse = dict.fromkeys(("actor", "critic", "reward_model"), False)
+    sparse = {role.name: False for role in recipe.roles()}
     choice = LayoutChoice().changed("reward_model", tp=4, pp=2, tokens=0)
     found = choice.applied(recipe, sparse, 8).reward_model
     layout = found.megatron.layout(8)
