@@ -33,6 +33,35 @@ def test_a_choice_is_a_layout_of_both_trained_roles():
     )
 
 
+def test_a_critic_may_have_a_choice_of_its_own():
+    choice = LayoutChoice(2, 2, ep=8, server=4).changed("critic", tp=1, tokens=8192)
+    recipe = choice.applied(RECIPE, SPARSE, 32)
+    layouts = [role.megatron.layout(32) for role in recipe.roles()]
+    assert [(one.tp, one.pp, one.ep) for one in layouts] == [(2, 2, 8), (1, 2, 8)]
+    assert (recipe.actor.token_budget, recipe.critic.token_budget) == (4096, 8192)
+    assert not choice.shared
+    text = "TP2 x PP2 x EP8, 4,096 tokens, critic (PP2 x EP8, 8,192 tokens), server TP4"
+    assert choice.describe() == text
+    assert choice.changed("actor", pp=4).of("critic") == choice.of("critic")
+    alike = choice.changed("critic", tp=2, tokens=4096)
+    assert alike.shared
+    assert alike.without_repeats() == LayoutChoice(2, 2, ep=8, server=4)
+    assert choice.without_repeats() == choice
+    assert choice.changed("critic", tokens=16384).needs_as_much(choice)
+    assert not choice.changed("critic", recomputes=True).needs_as_much(choice)
+
+
+def test_a_frozen_role_keeps_its_micro_batches():
+    recipe = load_recipe(ROOT / "recipes" / "qwen2_7b_rm.yaml")
+    sparse = {role.name: False for role in recipe.roles()}
+    choice = LayoutChoice().changed("reward_model", tp=4, pp=2, tokens=0)
+    found = choice.applied(recipe, sparse, 8).reward_model
+    layout = found.megatron.layout(8)
+    assert (layout.tp, layout.pp) == (4, 2)
+    assert found.batching == recipe.reward_model.batching
+    assert choice.describe() == "DP, 4,096 tokens, reward_model (TP4 x PP2), server TP1"
+
+
 @pytest.mark.parametrize(("world", "apart", "ranks"), [(32, 8, (3, 8)), (32, 16, (2, 8)),
                                                        (8, 2, (1, 6))])  # fmt: skip
 def test_servers_on_gpus_of_their_own_leave_the_others(world, apart, ranks):
