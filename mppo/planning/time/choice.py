@@ -81,6 +81,7 @@ class LayoutChoice(RoleChoice):
         server_ep: groups of a server's GPUs over which it divides its experts.
         apart: GPUs that only servers use; 0: as in the recipe.
         ahead: such servers generate the next step's batch while this one trains.
+        sequential: one role is updated after the other, also where they could share a pipeline.
         own: roles with a choice of their own.
     """
 
@@ -88,6 +89,7 @@ class LayoutChoice(RoleChoice):
     server_ep: int = 1
     apart: int = 0
     ahead: bool = False
+    sequential: bool = False
     own: tuple[tuple[str, RoleChoice], ...] = ()
 
     def of(self, role: str) -> RoleChoice:
@@ -132,6 +134,7 @@ class LayoutChoice(RoleChoice):
             server += f" EP{self.server_ep}"
         parts = self.describe_role()
         parts += [f"{name} ({', '.join(choice.describe_role())})" for name, choice in self.own]
+        parts += ["one role after the other"] if self.sequential else []
         parts += [f"{server} on {self.apart} GPUs of their own" if self.apart else server]
         parts += ["one step ahead"] if self.ahead else []
         return ", ".join(parts)
@@ -171,6 +174,7 @@ class LayoutChoice(RoleChoice):
                 section = getattr(recipe, name)
                 megatron = section.megatron.model_copy(update=choice.layout(sparse[name]))
                 sections[name] = section.model_copy(update={"megatron": megatron})
+        trainer: dict[str, Any] = {"schedule": "sequential"} if self.sequential else {}
         rollout: dict[str, Any] = {}
         if recipe.rollout.name != "local":
             rollout = {
@@ -182,7 +186,7 @@ class LayoutChoice(RoleChoice):
             urls = tuple(f"http://rollout-{i}:30000" for i in range(count))
             rollout |= {"mode": "disaggregated", "sync": "distributed", "urls": urls,
                         "servers": None, "max_staleness": int(self.ahead)}  # fmt: skip
-            sections["trainer"] = recipe.trainer.model_copy(update=self._ranks(recipe, world))
+            trainer |= self._ranks(recipe, world)
         if self.ahead and recipe.algorithm.rollout_correction.rollout_is == "off":
             # samples of older weights have importance weights
             correction = recipe.algorithm.rollout_correction.model_copy(
@@ -190,6 +194,7 @@ class LayoutChoice(RoleChoice):
             )
             algorithm = {"rollout_correction": correction}
             sections["algorithm"] = recipe.algorithm.model_copy(update=algorithm)
+        sections["trainer"] = recipe.trainer.model_copy(update=trainer)
         sections["rollout"] = recipe.rollout.model_copy(update=rollout)
         return recipe.model_copy(update=sections)
 

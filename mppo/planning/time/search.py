@@ -147,13 +147,13 @@ class Search:
         return SearchResult(found, faster[0] if faster else None, len(ranked), *by_critic)
 
     def _fitting(self, choices: Sequence[LayoutChoice], count: int) -> list[PlannedLayout]:
-        """The first ones that fit, with the first critic of each; if none does, the one that lacks
-        the least memory."""
-        found: dict[LayoutChoice, PlannedLayout] = {}
+        """The first ones that fit, of those with one actor the first one with its layout for the
+        critic and the first one with another; if none fits, the one that lacks the least memory."""
+        found: dict[tuple[LayoutChoice, bool], PlannedLayout] = {}
         least: _Fitted | None = None
         failed: list[LayoutChoice] = []
         for choice in choices:
-            actor = replace(choice, own=())
+            actor = replace(choice, own=()), choice.shared
             if actor in found or any(choice.needs_as_much(other) for other in failed):
                 continue
             one = self._fitted(choice)
@@ -180,6 +180,9 @@ class Search:
             place = servers[0][1]
             ahead = apart > 0 and self._allowed(replace(place, ahead=True))
             shared = self._varied(place, "actor", _REFINED)
+            if "critic" in self._sparse and self._recipe.trainer.schedule == "auto":
+                alone = self._varied(replace(place, sequential=True), "actor", _REFINED)
+                shared = sorted([*shared, *alone], key=lambda one: one[0])
             for training, choice in [*shared, *self._unshared(place, shared)]:
                 for generation, server in servers:
                     one = replace(choice, server=server.server, server_ep=server.server_ep)
