@@ -22,8 +22,9 @@ context of the next one. SGLang's prefix cache is emptied before each. The model
 ``builtin:tiny``. Both alternate after a round of warm-up, each round with other prompts.
 
 The result has medians over the rounds: the ratio of the times; milliseconds from the start of a
-turn to the next one's; milliseconds of the processor per turn, in the process that sends the
-requests to SGLang (with the endpoint or without) and in the agent's.
+turn to the next one's; milliseconds of the processor per turn, of the process that sends the
+requests to SGLang (with the endpoint or without), of the agent's process and of SGLang's; and the
+ratio of the processor's time, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -246,15 +247,12 @@ class EndpointCase:
         return cached / context
 
     def processor_s(self) -> dict[str, float]:
-        """Processor seconds so far of this process, and of the agent's."""
-        found = {"training": 0.0, "agent": 0.0}
+        """Processor seconds so far of this process, the agent's, and the server's."""
         own = psutil.Process()
-        for each in [own, *own.children(recursive=True)]:
-            kind = "agent" if "mppo.agents.function_host" in each.cmdline()[:4] else None
-            kind = "training" if each.pid == own.pid else kind
-            if kind is not None:
-                times = each.cpu_times()
-                found[kind] += times.user + times.system
+        found = {"sender": _seconds_of(own), "agent": 0.0, "server": 0.0}
+        for each in own.children(recursive=True):
+            is_agent = "mppo.agents.function_host" in each.cmdline()
+            found["agent" if is_agent else "server"] += _seconds_of(each)
         return found
 
     def timed(self, work: Callable[..., T], *given: Any) -> tuple[T, dict[str, float]]:
@@ -264,6 +262,11 @@ class EndpointCase:
         found = work(*given)
         seconds, after = time.perf_counter() - began, self.processor_s()
         return found, {"seconds": seconds, **{kind: after[kind] - before[kind] for kind in after}}
+
+
+def _seconds_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def turns_of(episode: Episode) -> Lengths:
@@ -311,16 +314,21 @@ def compared(rounds: dict[str, list[dict[str, float]]], options: argparse.Namesp
         found[name] = {
             "episodes_per_s": round(options.episodes / mid["seconds"], 2),
             "turn_ms": round(1e3 * options.concurrent * mid["seconds"] / count, 1),
-            "processor_ms_per_turn": round(1e3 * mid["training"] / count, 2),
-            "agent_processor_ms_per_turn": round(1e3 * mid["agent"] / count, 2),
+            "processor_ms_per_turn": {
+                kind: round(1e3 * mid[kind] / count, 2) for kind in ("sender", "agent", "server")
+            },
             "prefix_hit_rate": round(mid["prefix_hit_rate"], 4),
         }
     pairs = [(a["seconds"], b["seconds"]) for a, b in zip(*rounds.values(), strict=True)]
     ratios = [a / b for a, b in pairs]
+    works = [
+        [row["sender"] + row["agent"] + row["server"] for row in each] for each in rounds.values()
+    ]
     more = [1e3 * options.concurrent * (a - b) / count for a, b in pairs]
     return {
         **found,
         "time_over_direct": round(median(ratios), 3),
+        "processor_over_direct": round(median(a / b for a, b in zip(*works, strict=True)), 3),
         "more_ms_per_turn": round(median(more), 1),
         "ratios": [round(each, 3) for each in ratios],
     }
@@ -328,7 +336,7 @@ def compared(rounds: dict[str, list[dict[str, float]]], options: argparse.Namesp
 
 def main() -> None:
     """Measure, print and record."""
-    options = parser(__doc__ or "", repeat=2)
+    options = parser(__doc__, repeat=2)
     options.add_argument("part", nargs="?", choices=("waits", "endpoint"), default="waits")
     options.add_argument("--steps", type=int, default=6, help="waits: of a run")
     options.add_argument("--median", type=float, default=1.0, help="waits: seconds of a tool")

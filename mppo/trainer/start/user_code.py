@@ -45,8 +45,9 @@ def input_issues(
         except ConfigError as error:
             issues += _issues(error, remarks)
     if (made := recipe.rollout.environment) is not None:
+        split = "train" if "train" in splits else "val"
         try:
-            environment_rows(made.verifiers, made.arguments, splits[0], 1)
+            environment_rows(made.verifiers, made.arguments, split, 1)
         except ConfigError as error:
             issues += _issues(error, remarks)
     return issues
