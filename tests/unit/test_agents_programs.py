@@ -252,7 +252,7 @@ def test_results_of_agents():
 
 def test_the_programs_of_the_page(run):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    function, command, _ = blocks  # the last one answers
+    function, command, *_ = blocks  # then an environment, and a function that answers
     _, episodes = run(function, arguments="{turns: 2}")
     assert {each.result.reward for each in episodes} <= {0.0, 0.5, 1.0}
     assert all(set(each.result.numbers) == {"acc"} for each in episodes)

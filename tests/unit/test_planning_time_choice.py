@@ -51,6 +51,16 @@ def test_a_critic_may_have_a_choice_of_its_own():
     assert not choice.changed("critic", recomputes=True).needs_as_much(choice)
 
 
+def test_one_role_may_be_updated_after_the_other():
+    choice = LayoutChoice(ep=8, server=4, sequential=True)
+    assert choice.describe() == "EP8, 4,096 tokens, one role after the other, server TP4"
+    found = replace(choice, server=2, apart=8).applied(RECIPE, SPARSE, 32).trainer
+    assert (found.schedule, found.nnodes, found.n_gpus_per_node) == ("sequential", 3, 8)
+    together = replace(choice, sequential=False)
+    assert together.applied(RECIPE, SPARSE, 32).trainer.schedule == RECIPE.trainer.schedule
+    assert not choice.needs_as_much(together), "its memory is another one"
+
+
 def test_a_frozen_role_keeps_its_micro_batches():
     recipe = load_recipe(ROOT / "recipes" / "qwen2_7b_rm.yaml")
     sparse = {role.name: False for role in recipe.roles()}

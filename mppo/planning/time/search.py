@@ -90,9 +90,10 @@ class SearchResult:
 class Search:
     """A search over layouts.
 
-    Actor and critic have the same layout, so that they can share a pipeline. With the fastest of
-    these, each role in turn has other layouts, while the others keep theirs: the critic, the actor,
-    and a reference or reward model with keys of its own. Other keys stay as they are.
+    Actor and critic have the same layout, so that they can share a pipeline, and are also updated
+    one after the other. With the fastest of these, each role in turn has other layouts, while the
+    others keep theirs: the critic, the actor, and a reference or reward model with keys of its own.
+    Other keys stay as they are.
 
     Args:
         recipe: a valid recipe.
