@@ -4,11 +4,10 @@
     python benchmarks/episodes.py endpoint [--episodes 64] [--turns 4] [--tokens 32]
                                            [--concurrent 16] [--repeat 2]
 
-**waits**: how long a step waits for agents with slow tools, in lockstep and at their own pace. Each
+**waits**: how long a step waits for agents with slow tools, by how far ahead they may run. Each
 episode has two turns, and a tool between them that takes a log-normal time (median and sigma of its
 logarithm by option). One SGLang server apart from the training ranks serves all runs of
-``recipes/tiny_cpu_sglang_disaggregated.yaml``, ``--repeat`` times in this order: in lockstep
-(``rollout.agent.path``: all conversations take their turns together), and as programs with
+``recipes/tiny_cpu_sglang_disaggregated.yaml``, ``--repeat`` times in this order:
 ``rollout.max_staleness`` 0, 1 and 2, the last also with ``rollout.over_sampling`` 0.25.
 
 For each: seconds that a step waits for its batch (``timing_s/gen``), seconds of a step, and the
@@ -82,17 +81,10 @@ async def run(client, task):
         if not turn:
             await asyncio.sleep(seconds(task["prompt"]))
     return len(said["content"]) / 16
-
-async def answer(conversation):
-    if conversation.turn == 1:
-        await asyncio.sleep(seconds(conversation.messages[0]["content"]))
-        return {{"messages": [{{"role": "user", "content": "more"}}]}}
-    return {{"done": True, "reward": len(conversation.text) / 16}}
 """
-LOCKSTEP = "lockstep"
+ON_POLICY = "staleness 0"
 RUNS = {
-    LOCKSTEP: ["rollout.agent.path={agent}:answer"],
-    "staleness 0": ["rollout.agent.run={agent}:run"],
+    ON_POLICY: ["rollout.agent.run={agent}:run"],
     "staleness 1": ["rollout.agent.run={agent}:run", "rollout.max_staleness=1"],
     "staleness 2": ["rollout.agent.run={agent}:run", "rollout.max_staleness=2"],
     "staleness 2, over-sampling .25": [
@@ -351,7 +343,7 @@ def main() -> None:
         return
     result = measure(chosen.steps, log(chosen.median), chosen.sigma, chosen.repeat)
     for each in result.values():
-        each["waits_over_lockstep"] = each["waits_s"] / result[LOCKSTEP]["waits_s"]
+        each["waits_over_on_policy"] = each["waits_s"] / result[ON_POLICY]["waits_s"]
     record({kind: _rounded(each) for kind, each in result.items()}, chosen.out)
 
 

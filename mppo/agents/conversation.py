@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from mppo.rewards.result import NoScore, number
 from mppo.safety.foreign_text import json_line
@@ -145,3 +147,27 @@ def _reward(value: Any) -> float | None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def make_agent(found: Any, arguments: Mapping[str, Any]) -> Callable[[Conversation], Any]:
+    """A callable of one conversation, which may return a coroutine.
+
+    Args:
+        found: the user's function or class.
+        arguments: of the class, or those of the function besides the conversation.
+
+    Raises:
+        TypeError: the arguments do not fit.
+    """
+    if inspect.isclass(found):
+        agent = cast("Callable[[Conversation], Any]", found(**arguments))
+        inspect.signature(agent).bind(None)
+        return agent
+    inspect.signature(found).bind(None, **arguments)
+    return partial(found, **arguments)
+
+
+def is_async(agent: Callable[..., Any]) -> bool:
+    """Whether calls of an agent are coroutines."""
+    called = (agent, getattr(agent, "__call__", None))  # noqa: B004  # an object's own
+    return any(map(inspect.iscoroutinefunction, called))

@@ -13,16 +13,16 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.endpoint.server import Endpoint
 from mppo.agents.endpoint.session import Limits
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
 from mppo.agents.event_loop import EventLoop
-from mppo.agents.program import EpisodeAccess, Program, failed, opening_of, task_of
+from mppo.agents.program import Program, failed, opening_of
 from mppo.agents.running_episodes import (
     EpisodeKey,
     EpisodeStart,
@@ -39,10 +39,14 @@ from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
 from mppo.rollout.response_gather import complete_prompts, gather_episodes
 from mppo.rollout.turns import TurnEngine
+from mppo.safety.input_error import InputError
 from mppo.supervision import stop_request
 from mppo.supervision.phase import tick
 from mppo.supervision.stop_request import StepInterrupted
 from mppo.weights.bucket import WeightBucket
+
+if TYPE_CHECKING:
+    from mppo.agents.endpoint.server import Endpoint
 
 _ATTEMPTS = 3
 _POLL_S = 0.05
@@ -82,7 +86,11 @@ class EpisodeEngine(EngineAround):
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
         parse = tool_parser(config.tool_format)
         self._sessions = Sessions(tokenizer, self._queue, limits, parse_tools=parse)
-        self._endpoint = Endpoint(self._sessions)
+        self._endpoint: Endpoint | None = None
+        if config.uses_endpoint:
+            from mppo.agents.endpoint.server import Endpoint  # needs a web server
+
+            self._endpoint = Endpoint(self._sessions)
         self._loop = EventLoop()
         self._version, self._names = 0, 0
         self._kept, self._passing = self._nothing_running(), self._nothing_running()
@@ -119,7 +127,7 @@ class EpisodeEngine(EngineAround):
         return turns
 
     async def _open(self, turns: TurnEngine) -> None:
-        if not self._endpoint.url:
+        if self._endpoint is not None and not self._endpoint.url:
             await self._endpoint.start()
         await self._program.start()
         if self._queue.is_lost:  # an agent may notice only later that its request failed
@@ -158,10 +166,9 @@ class EpisodeEngine(EngineAround):
         ids, sampling = prompt.token_ids.tolist(), start.drawing.sampling
         session = sessions.open(opening_of(prompt), token_ids=ids, sampling=sampling)
         queue.name(session.id, prompt.uid, start.sample, start.drawing)
-        access = EpisodeAccess(session.base_url, session.anthropic_url, session.key)
         result = failed("it was cancelled")
         try:
-            result = await self._within_limit(self._program.run(access, task_of(prompt)))
+            result = await self._within_limit(self._program.run(session, prompt))
         finally:
             where = f"the agent of {describe(prompt)}: "
             error = None if result.error is None else where + result.error
@@ -221,7 +228,7 @@ class EpisodeEngine(EngineAround):
         for running in (self._kept, self._passing):
             await running.run_only({})
         await self._program.stop()
-        await self._endpoint.stop()
+        await (self._sessions.end_all() if self._endpoint is None else self._endpoint.stop())
 
 
 class EpisodeGeneration:
@@ -305,8 +312,8 @@ class EpisodeGeneration:
             except StepInterrupted:
                 pass  # raised again below, on all ranks at the same point
             except Exception as failure:
-                why = f"{type(failure).__name__}: {failure}"
-                error = f"rank {engine.rank}: the agent's endpoint: {why}"
+                kind = "" if isinstance(failure, InputError) else f"{type(failure).__name__}: "
+                error = f"rank {engine.rank}: the agent's episodes: {kind}{failure}"
             engine.pause()
             stop_request.sync()
             raise_on_any_rank(error, engine.world)
@@ -359,7 +366,7 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
     if not record.leaves and error is None:
         error = f"the agent of {describe(prompt)}: it asked the policy nothing"
     numbers = {**record.numbers, **result.numbers}
-    said = EpisodeResult(reward, numbers, error, record.messages, result.use)
+    said = EpisodeResult(reward, numbers, error, result.messages or record.messages, result.use)
     if not record.leaves:
         nothing = EpisodeTokens(torch.empty(0), torch.empty(0))
         return replace(Episode.sampled(prompt, nothing, "stop", 0), result=said)

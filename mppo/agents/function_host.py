@@ -1,8 +1,8 @@
-"""The process in which an agent's coroutine function runs (``rollout.agent.run``).
+"""The process in which an agent's function runs (``rollout.agent.run`` and ``path``).
 
-``python -m mppo.agents.function_host NAME ARGUMENTS`` reads episodes as lines of JSON, runs them
-all at the same time, and writes their results as lines of JSON. What the function prints goes to
-the standard error output.
+``python -m mppo.agents.function_host FORM NAME ARGUMENTS MEMORY`` reads calls as lines of JSON, and
+writes their results as lines of JSON. It runs calls of coroutine functions all at the same time,
+and others one by one. What the function prints goes to the standard error output.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from ssl import SSLContext
 from typing import Any
+
+from mppo.agents.conversation import Conversation, is_async, make_agent, read_reply
+from mppo.rewards.result import NoScore
+from mppo.rewards.workers.confinement import limit
+from mppo.rewards.workers.user_function import import_function
+from mppo.safety.python_file import describe_error
 
 LINE_BYTES = 1 << 26
 """Longest line between the rank and the process."""
+Answer = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""The result of a call, which is JSON."""
 
 
-async def serve(function: Callable[..., Coroutine[Any, Any, Any]], results: int) -> None:
-    """Run episodes until the standard input ends.
-
-    Args:
-        function: of a client and a task.
-        results: file descriptor for the results.
-    """
-    import openai  # noqa: F401  # takes seconds, before an episode's time begins to count
-    from httpx import create_ssl_context
-
-    certificates = create_ssl_context()  # each client would read them anew, for 25 ms
-    _write(results, "{}")
+async def serve(answer: Answer, results: int) -> None:
+    """Answer calls until the standard input ends; ``results``: file descriptor."""
+    _write(results, {})
     loop, running = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
     lines = asyncio.StreamReader(LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -41,22 +39,40 @@ async def serve(function: Callable[..., Coroutine[Any, Any, Any]], results: int)
             if task := running.pop(order["id"], None):
                 task.cancel()
         else:
-            work = _episode(function, order, results, certificates)
-            running[order["id"]] = task = asyncio.create_task(work)
+            running[order["id"]] = task = asyncio.create_task(_call(answer, order, results))
             task.add_done_callback(lambda _, number=order["id"]: running.pop(number, None))
 
 
-async def _episode(
-    function: Callable[..., Coroutine[Any, Any, Any]],
-    order: Mapping[str, Any],
-    results: int,
-    certificates: SSLContext,
-) -> None:
-    """Run an episode and write its result."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-    answer: dict[str, Any] = {"id": order["id"]}
+async def _call(answer: Answer, order: Mapping[str, Any], results: int) -> None:
+    """Write the result of a call, or why it has none."""
+    number = {"id": order["id"]}
     try:
+        found = None if order.get("ping") else await answer(order)
+        _write(results, number | {"result": found})
+    except NoScore as why:
+        _write(results, number | {"error": f"its reply {why}"})
+    except MemoryError:
+        _write(results, number | {"error": "it needs more than rollout.agent.memory_mb"})
+    except Exception as error:
+        _write(results, number | {"error": describe_error(error)})
+
+
+def _write(results: int, value: Mapping[str, Any]) -> None:
+    """Write a line; a pipe may take it in parts."""
+    left = json.dumps(value).encode() + b"\n"
+    while left:
+        left = left[os.write(results, left) :]
+
+
+def _run(name: str, arguments: Mapping[str, Any]) -> Answer:
+    """Runs an episode of a coroutine function of a client and a task."""
+    from httpx import create_ssl_context
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # takes seconds, before any episode
+
+    function = partial(import_function(name), **arguments)
+    certificates = create_ssl_context()  # each client would read them anew, for 25 ms
+
+    async def answer(order: Mapping[str, Any]) -> Any:
         async with AsyncOpenAI(
             base_url=order["base_url"],
             api_key=order["api_key"],
@@ -64,33 +80,38 @@ async def _episode(
             max_retries=5,
             http_client=DefaultAsyncHttpxClient(verify=certificates),
         ) as client:
-            answer["result"] = await function(client, order["task"])
-        text = json.dumps(answer)
-    except Exception as error:
-        text = json.dumps({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
-    _write(results, text)
+            return await function(client, order["task"])
+
+    return answer
 
 
-def _write(results: int, text: str) -> None:
-    """Write a line; a pipe may take it in parts."""
-    left = text.encode() + b"\n"
-    while left:
-        left = left[os.write(results, left) :]
+def _path(name: str, arguments: Mapping[str, Any]) -> Answer:
+    """Calls an agent with a conversation."""
+    agent = make_agent(import_function(name), arguments)
+    waits = is_async(agent)
+
+    async def answer(order: Mapping[str, Any]) -> str:
+        found = agent(Conversation(**order["conversation"]))
+        return read_reply(await found if waits else found).to_json()
+
+    return answer
 
 
-def main(arguments: list[str]) -> None:
+def main(form: str, name: str, arguments: str, memory_mb: str) -> None:
     """Import the function and serve it.
 
     Args:
-        arguments: name of the function; its further arguments as JSON.
+        form: ``run`` or ``path``.
+        arguments: further ones of the function, as JSON.
+        memory_mb: most address space, MiB; empty: no limit.
     """
-    from mppo.rewards.workers.user_function import import_function
-
     results = os.dup(1)
     os.dup2(2, 1)
-    function = partial(import_function(arguments[0]), **json.loads(arguments[1]))
-    asyncio.run(serve(function, results))
+    if memory_mb:
+        limit({"AS": int(memory_mb) << 20})
+    answer = {"run": _run, "path": _path}[form](name, json.loads(arguments))
+    asyncio.run(serve(answer, results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

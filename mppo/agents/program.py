@@ -11,9 +11,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mppo.agents.endpoint.session import Session
 from mppo.batch.episode import EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.rewards.function import extra_info
@@ -29,31 +29,6 @@ _HIDDEN = (
 """Variables of the rank that its agents do not get: a library of theirs would join the ranks."""
 
 
-@dataclass(frozen=True)
-class EpisodeAccess:
-    """How an agent reaches the policy.
-
-    Args:
-        base_url: for clients of OpenAI.
-        anthropic_url: for clients of Anthropic.
-        api_key: of the session.
-    """
-
-    base_url: str
-    anthropic_url: str
-    api_key: str
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment of a program that uses clients of OpenAI or Anthropic."""
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.anthropic_url,
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
-
-
 class Program(Protocol):
     """Runs episodes, many at a time, in one event loop."""
 
@@ -61,13 +36,9 @@ class Program(Protocol):
         """Start what all episodes share; what has ended is started again."""
         ...
 
-    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
-        """Run an episode. If the call is cancelled, its processes end.
-
-        Args:
-            access: how to reach the policy.
-            task: see ``task_of``.
-        """
+    async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
+        """Run an episode, whose turns the session answers. If the call is cancelled, its
+        processes end."""
         ...
 
     async def stop(self) -> None:
@@ -151,12 +122,12 @@ class CommandProgram:
     async def start(self) -> None:
         """Do nothing: each episode starts its process."""
 
-    async def run(self, access: EpisodeAccess, task: Mapping[str, Any]) -> EpisodeResult:
+    async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
         """See ``Program.run``."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *child_command(self._command),
-            env=child_environment(access.variables),
+            env=child_environment(_access(session)),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
@@ -164,7 +135,7 @@ class CommandProgram:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdin.write(json_line(task).encode() + b"\n")
+        process.stdin.write(json_line(task_of(prompt)).encode() + b"\n")
         process.stdin.close()
         try:
             outputs = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
@@ -181,6 +152,16 @@ class CommandProgram:
 
     async def stop(self) -> None:
         """Do nothing: each process ends with its episode."""
+
+
+def _access(session: Session) -> dict[str, str]:
+    """The environment of a program that uses clients of OpenAI or Anthropic."""
+    return {
+        "OPENAI_BASE_URL": session.base_url,
+        "OPENAI_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": session.anthropic_url,
+        "ANTHROPIC_API_KEY": session.key,
+    }
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

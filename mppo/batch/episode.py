@@ -17,8 +17,6 @@ from mppo.batch.score import ResponseScore
 
 NO_WEIGHTS = -1
 """The weight version of tokens that no weights generated: prompts, and an environment's tokens."""
-OPEN = "open"
-"""The finish reason of a conversation that an environment has answered, and that goes on."""
 
 Key = TypeVar("Key")
 Part = tuple[int, int]
@@ -106,7 +104,7 @@ class Episode(ComparedByValue):
     Args:
         prompt: the prompt; its tokens are all that precede the response.
         parts: of its tokens, in order; the version of an environment's part is ``NO_WEIGHTS``.
-        finish_reason: "stop" (a stop token was generated), "length", "abort" or ``OPEN``.
+        finish_reason: "stop" (a stop token was generated), "length" or "abort".
         home: the rank that holds its tokens.
         routed: shape of its experts, (tokens, layers, k); None: the engine reports none.
         tokens: on its home; None elsewhere.
@@ -179,7 +177,7 @@ class Episode(ComparedByValue):
     @property
     def is_unfinished(self) -> bool:
         """Whether more tokens are to be generated."""
-        return self.finish_reason in ("abort", OPEN)
+        return self.finish_reason == "abort"
 
     def moved(self, home: int) -> Episode:
         """This episode with another home."""

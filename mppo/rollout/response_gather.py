@@ -9,13 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from mppo.batch.episode import OPEN, Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.rollout.engine import GenerationRequest
 from mppo.safety.input_error import InputError
 
-_REASONS = ("stop", "length", "abort", OPEN)
+_REASONS = ("stop", "length", "abort")
 _NO_EXPERTS = (-1, -1, -1)
 _OF_REQUEST = -1
 """Stands for the number of a prompt's tokens where they are those of the request's prompt."""

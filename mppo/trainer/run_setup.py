@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import EpisodeAgent, build_agent, with_agent
+from mppo.agents.build import build_agent, with_agent
+from mppo.agents.program import Program
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
@@ -148,7 +149,7 @@ def _build_scorer(
 
 def _build_engine(
     recipe: Recipe,
-    agent: EpisodeAgent | None,
+    agent: Program | None,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     read_config: Callable[[Path], Any],

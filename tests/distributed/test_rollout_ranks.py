@@ -1,22 +1,19 @@
 """The number of ranks does not change the generated responses."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from agent_case import answered
 from ranks import start_ranks
 
 from mppo.agents.conversation import Conversation, Reply
-from mppo.agents.engine import ConversationEngine
-from mppo.agents.turn_text import TurnText
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.moves import bring_episodes, bring_ids, bring_ids_to_first
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.hub.builtin import byte_tokenizer
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
@@ -45,9 +42,9 @@ def _places_held(episodes: list[Episode]) -> list[int]:
     return [place for place, each in enumerate(episodes) if each.tokens is not None]
 
 
-def _agent(conversations: Sequence[Conversation]) -> list[Reply]:
+def _agent(conversation: Conversation) -> Reply:
     """Says something after every turn, and gives a reward for the last one."""
-    return [Reply("!!", float(each.is_last)) for each in conversations]
+    return Reply("!!", float(conversation.is_last))
 
 
 def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]:
@@ -65,8 +62,9 @@ def _generate(rank: int, world: int, prompts: list[Prompt]) -> tuple[list, list]
     assert [i for i, each in enumerate(generated) if each.home == rank] == _places_held(generated)
     episodes = _everywhere(generated, world)
     assert [each.length for each in generated] == [len(each.here.ids) for each in episodes]
-    talking = ConversationEngine(engine, _agent, "test", TurnText(byte_tokenizer()), 3, world=world)
+    talking = answered(engine, _agent, 3, 16, rank=rank, world=world)
     conversations = talking.generate(GenerationRequest(prompts, sampling, 16, seed=11))
+    talking.stop()
     mine = _places_held(conversations)
     assert [i for i, each in enumerate(conversations) if each.home == rank] == mine
     assert {conversations[i].result.reward for i in mine} <= {0.0, 1.0}

@@ -16,10 +16,14 @@ from mppo.dumps.step_dump import dumped_steps, read_header_of
 from mppo.report.html.page import page_data
 
 RECIPE = "tiny_cpu_conversations.yaml"
-SHORT = [*smaller(4), "trainer.warm_start_steps=0", "data.train_size=64", "trainer.test_freq=-1"]
+SHORT = [
+    *smaller(4), "trainer.warm_start_steps=0", "data.train_size=64", "trainer.test_freq=-1",
+    "rollout.batch_size=1",
+]  # fmt: skip
+"""Turns that are generated one by one are rounded alike in every run."""
 STOPS = f"rollout.stop_token_ids={list(range(10, 60))}"
 """Without a warm start a random token rarely ends a turn."""
-TIMES = ("timing", "perf/", "eps")
+TIMES = ("timing", "perf/", "eps", "conversation/agent_s", "conversation/generation_s")
 """Metrics that differ between equal runs."""
 
 

@@ -205,17 +205,23 @@ async def run(client, task):
         said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
         messages = [*messages, said, {"role": "user", "content": word}]
     return len(said["content"]) / 4
+
+def path(conversation):
+    if conversation.ground_truth.endswith("1"):
+        raise ValueError("no answer")
+    messages = [{"role": "user", "content": "more"}]
+    return {"messages": messages, "reward": len(conversation.text) / 4}
 """
 
 
-@pytest.mark.parametrize("has_agent", [False, True])
-def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, has_agent: bool) -> None:
+@pytest.mark.parametrize("agent", ["", "run", "path"])
+def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, agent: str) -> None:
     from mppo.hub.builtin import resolve_model
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
     (tmp_path / "agent.py").write_text(AGENT)
     own = [
-        f"rollout.agent.run={tmp_path}/agent.py:run", "reward.on_error=0",
+        f"rollout.agent.{agent}={tmp_path}/agent.py:{agent}", "reward.on_error=0",
         "data.max_response_length=32", f"rollout.stop_token_ids={list(range(10, 60))}",
         f"rollout.start_timeout_s={START_S}", "rollout.server_args={max_total_tokens: 16384}",
     ]  # fmt: skip
@@ -229,7 +235,7 @@ def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, has_agen
         "trainer.warm_start_steps=0",
         "rollout.name=sglang",
         "actor.router_replay=R3",
-        *(own if has_agent else shared),
+        *(own if agent else shared),
         **{API_KEY_VARIABLE: KEY},
     )
     assert len(rows) == 2
@@ -238,5 +244,5 @@ def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, has_agen
         assert row["actor/grad_norm"] > 0
         assert "critic/moe/max_vio" in row
     assert rows[0]["actor/moe/replay_differing"] > 0.01
-    if has_agent:
+    if agent:
         assert all(row["conversation/prefix_hit_rate"] > 0 for row in rows)

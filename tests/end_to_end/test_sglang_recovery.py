@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import psutil
 import pytest
+from agent_case import answered
 from forked_server import forked_server
 from sglang_case import (
     TOLERANCE,
@@ -21,11 +22,8 @@ from sglang_case import (
 )
 
 from mppo.agents.conversation import Conversation, Reply
-from mppo.agents.engine import ConversationEngine
-from mppo.agents.turn_text import TurnText
 from mppo.batch.episode import Episode
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.hub.builtin import byte_tokenizer
 from mppo.report.events import read_events
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
@@ -75,14 +73,13 @@ def test_conversations_whose_server_is_killed_equal_those_of_the_local_engine(qw
     request = Request(prompts(8), sampling, 24, seed=0)
     victims = []
 
-    def agent(conversations: Sequence[Conversation]) -> list[Reply]:
-        if conversations[0].turn == 2 and victims:
+    def agent(conversation: Conversation) -> Reply:
+        if conversation.turn == 2 and victims:
             victims.pop().kill()
-        return [Reply("!" * each.turn, each.turn) for each in conversations]
+        return Reply("!" * conversation.turn, conversation.turn)
 
     def talk(engine) -> list[Episode]:
-        text = TurnText(byte_tokenizer())
-        return ConversationEngine(engine, agent, "test", text, 4).generate(request)
+        return answered(engine, agent, 4, 24).generate(request)
 
     ours = talk(qwen2.local)
     victims.append(server_process(qwen2))

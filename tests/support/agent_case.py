@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
+from mppo.agents.answering_program import AnsweringProgram
+from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.episode_engine import EpisodeEngine
 from mppo.batch.prompt import Prompt
+from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.hub.builtin import byte_tokenizer
+from mppo.rollout.engine import RolloutEngine
 from mppo.rollout.local.engine import LocalEngine
 
 MODEL = {
@@ -27,6 +36,37 @@ OPENING = """
         text = answer.choices[0].message.content or ""
         return [*messages, {"role": "assistant", "content": text}]
 """
+
+
+class Answers:
+    """``TurnAnswers`` of a function in this process."""
+
+    def __init__(self, agent: Callable[[Conversation], Reply | str]) -> None:
+        self.agent = agent
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def answer(self, conversation: Conversation) -> Reply | str:
+        return self.agent(conversation)
+
+    async def stop(self) -> None:
+        """Do nothing."""
+
+
+def answered(
+    engine: RolloutEngine,
+    agent: Callable[[Conversation], Reply | str],
+    max_turns: int,
+    limit: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **place: int,
+) -> EpisodeEngine:
+    """An engine whose turns a function answers; ``place``: rank and world."""
+    section = AgentConfig(path="test", max_turns=max_turns)
+    program = AnsweringProgram(Answers(agent), max_turns, limit)
+    tokens = 16 + limit
+    return EpisodeEngine(engine, program, tokenizer or byte_tokenizer(), section, tokens, **place)
 
 
 def local_engine(batch_size: int = 256, config=None) -> LocalEngine:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
+import torch
 import transformers
-from agent_case import MODEL, SAMPLING, local_engine
+from agent_case import MODEL, SAMPLING, answered, local_engine
 
+from mppo.agents.agent_check import check_agent, imported_waits
 from mppo.agents.conversation import Conversation, Reply, read_reply
-from mppo.agents.engine import ConversationEngine, last_turn
-from mppo.agents.function import AgentFunction
 from mppo.agents.hermes import HermesAgent
 from mppo.agents.number_hints import hint
 from mppo.agents.tools import calc_gsm8k_reward, calculate
+from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
 from mppo.agents.turn_text import TurnText
-from mppo.batch.episode import NO_WEIGHTS, OPEN, Episode, EpisodeResult, EpisodeTokens
+from mppo.batch.episode import NO_WEIGHTS, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
@@ -26,23 +28,24 @@ from mppo.hub.builtin import byte_tokenizer
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import GenerationRequest
+from mppo.rollout.turns import TurnRequest
 
 PROMPTS = [Prompt(7 * i, tuple(range(3, 4 + i * 3 % 7)), "t", "5", f"q{i}") for i in range(6)]
 
 
-def talk(agent, limit=24, max_turns=4, batch_size=256, on_response=None):
+def talk(agent, limit=24, max_turns=4, batch_size=256, on_response=None, tokenizer=None):
     engine = local_engine(batch_size)
-    conversations = ConversationEngine(engine, agent, "test", TurnText(byte_tokenizer()), max_turns)
+    episodes = answered(engine, agent, max_turns, limit, tokenizer=tokenizer or byte_tokenizer())
     request = GenerationRequest(PROMPTS, SAMPLING, limit, 11, on_response)
-    return engine, conversations.generate(request)
+    try:
+        return engine, episodes.generate(request)
+    finally:
+        episodes.stop()
 
 
-def keep_talking(conversations):
-    """Two words to every second conversation, and one to others, until they may not go on."""
-    return [
-        Reply("go on" if c.turn % 2 else [{"role": "user", "content": "more"}], state=c.turn)
-        for c in conversations
-    ]
+def keep_talking(one):
+    """Two words after every second turn, and one after others, until it may not go on."""
+    return Reply("go on" if one.turn % 2 else [{"role": "user", "content": "more"}], state=one.turn)
 
 
 def test_a_turn_continues_from_the_sampled_tokens_and_those_of_the_environment():
@@ -81,21 +84,18 @@ def test_conversations_do_not_depend_on_the_rows_generated_together():
 def test_no_turn_leaves_the_models_table_of_positions():
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 27}
     engine = local_engine(config=transformers.OPTConfig(**MODEL, **sizes))
-    prompt = Prompt(0, (5, 6, 7), "t", "5", "q")
     # a conversation with little left, beside a new response that has everything left
-    tokens = EpisodeTokens([9] * 20, [0.0] * 20)
-    begun = {(0, 0): Episode.sampled(prompt, tokens, OPEN, NO_WEIGHTS, ((3, 4),))}
-    one_turn = SamplingConfig(n=2)
-    found = engine.generate(GenerationRequest([prompt], one_turn, 24, 11, resumable=begun))
-    assert [len(each.here.ids) for each in found] == [each.length for each in found] == [24, 24]
-    assert found[0].parts == ((3, 4), (NO_WEIGHTS, 16), (3, 4))
+    texts = [torch.tensor([5, 6, 7, *[9] * 20]), torch.tensor([5, 6, 7])]
+    asked = [TurnRequest(ids, 27 - len(ids), (0, i), "") for i, ids in enumerate(texts)]
+    found = engine.turns().generate(asked, SamplingConfig(), 11)
+    assert [len(each.ids) for each in found] == [4, 24]
 
 
-def test_any_failure_of_a_rank_is_raised_on_all_with_the_agents_name():
-    def agent(some):
+def test_a_failure_of_mppo_is_raised_on_all_ranks():
+    def agent(one):
         raise KeyError("no reply")
 
-    with pytest.raises(RuntimeError, match="the agent test: KeyError: 'no reply'"):
+    with pytest.raises(RuntimeError, match="the agent's episodes: KeyError: 'no reply'"):
         talk(agent)
 
 
@@ -103,12 +103,11 @@ def test_messages_that_cannot_be_rendered_are_a_failure_of_the_agent_in_that_con
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.must.have }}{% endfor %}"
 
-    def agent(some):
+    def agent(one):
         texts = ("more", [{"role": "user", "content": "more"}])
-        return [Reply(texts[c.messages[0]["content"] == "q1"]) for c in some]
+        return Reply(texts[one.messages[0]["content"] == "q1"])
 
-    conversations = ConversationEngine(local_engine(), agent, "test", TurnText(tokenizer), 2)
-    found = conversations.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
+    _, found = talk(agent, max_turns=2, tokenizer=tokenizer)
     failed = [each for each in found if each.result and each.result.error]
     assert {each.prompt.text for each in failed} == {"q1"}
     assert all("turn 1" in each.result.error for each in failed)
@@ -116,22 +115,22 @@ def test_messages_that_cannot_be_rendered_are_a_failure_of_the_agent_in_that_con
 
 
 def test_one_turn_is_what_the_engine_alone_generates():
-    engine, episodes = talk(lambda some: [Reply() for _ in some])
+    engine, episodes = talk(lambda one: Reply())
     alone = engine.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
     for own, other in zip(episodes, alone, strict=True):
         assert own.here.ids.tolist() == other.here.ids.tolist()
         assert own.finish_reason == other.finish_reason
         assert own.result == EpisodeResult(messages=own.result.messages)
+        assert own.result.use is not None
         assert [each["role"] for each in own.result.messages] == ["user", "assistant"]
 
 
 def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last_time():
     seen: dict[str, list[Conversation]] = {}
 
-    def agent(some):
-        for one in some:
-            seen.setdefault(one.messages[0]["content"], []).append(one)
-        return keep_talking(some)
+    def agent(one):
+        seen.setdefault(one.messages[0]["content"], []).append(one)
+        return keep_talking(one)
 
     early: list[int] = []
     _, episodes = talk(agent, on_response=lambda keys, _: early.extend(keys))
@@ -148,12 +147,13 @@ def test_the_agent_sees_the_turns_its_state_and_whether_it_is_asked_for_the_last
         texts = {c.text for c in seen[prompt.text]}
         for each in episodes:
             if each.prompt.uid == prompt.uid:
-                assert tokenizer.decode(last_turn(each), skip_special_tokens=True) in texts
+                last = each.here.ids[each.length - each.parts[-1][1] :]
+                assert tokenizer.decode(last, skip_special_tokens=True) in texts
 
 
 def test_a_reward_or_a_failure_of_the_agent_is_the_score():
-    def agent(some):
-        return ["it is broken" if c.messages[0]["content"] == "q1" else paid(c) for c in some]
+    def agent(one):
+        return "it is broken" if one.messages[0]["content"] == "q1" else paid(one)
 
     def paid(one):
         reward = {"q2": 2.5, "q3": 0.25}.get(one.messages[0]["content"])
@@ -177,7 +177,7 @@ def test_a_reward_or_a_failure_of_the_agent_is_the_score():
     ]  # fmt: skip
     assert scores["q0"][0].numbers == {"x": 4}
     assert [each.score for each in scores["q1"]] == [-1.0] * 2
-    assert "the agent test failed on prompt 7 (t: 'q1'), turn 1" in scores["q1"][0].error
+    assert "the agent of prompt 7 (t: 'q1'): turn 1, " in scores["q1"][0].error
     with pytest.raises(ValueError, match="it is broken"):
         score("stop")
 
@@ -211,8 +211,15 @@ class Counter:
     def __init__(self, word):
         self.word = word
     async def __call__(self, conversation):
-        await asyncio.sleep(3600 if conversation.text == "hangs" else 0.01)
+        if conversation.text == "exits":
+            await asyncio.sleep(0.2)
+            os._exit(4)
+        await asyncio.sleep({"hangs": 3600, "waits": 1}.get(conversation.text, 0.01))
         return self.word
+
+class Large:
+    def __call__(self, conversation):
+        return "w" * (4 << 30)
 """
 
 
@@ -221,16 +228,24 @@ def conversation(text: str, turn: int = 1, is_last: bool = False, truth: str = "
     return Conversation(text, messages, turn, is_last, False, "t", truth)
 
 
+async def replies(config: AgentConfig, texts: list[str]) -> list[Reply | str]:
+    """What an agent in processes of its own answers to some turns at the same time."""
+    answers = HostedAnswers(config, waits=imported_waits(config))
+    try:
+        return await asyncio.gather(*[answers.answer(conversation(text)) for text in texts])
+    finally:
+        await answers.stop()
+
+
 def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
     (tmp_path / "own.py").write_text(AGENTS)
-    agent = AgentFunction(
-        AgentConfig(path=f"{tmp_path}/own.py:agent", arguments={"word": "hm "}, timeout_s=6)
-    )
+    path = f"{tmp_path}/own.py:agent"
+    config = AgentConfig(path=path, arguments={"word": "hm "}, timeout_s=6)
     expected = {
         "none": Reply(),
         "text": Reply("hm text"),
         "reward": Reply("hm ", 1.0, {}, [2]),
-        "raises": "KeyError: 'no such thing'",
+        "raises": "KeyError: 'no such thing' (own.py, line 7)",
         "garbage": "its reply is 5, neither None nor a text",
         "unknown": "its reply holds txt; its keys are done, text",
         "both": "its reply is unclear: give either done",
@@ -239,22 +254,59 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
         "nan": "its reply has the reward nan, not a finite number",
         "long": "its reply has more than 1048576 characters",
         "state": "its reply holds a state or a message that is not JSON",
-        "exits": "its process ended: exit code 3",
+        "exits": "its process ended with exit code 3",
         "hangs": "it took longer than rollout.agent.timeout_s, 6 s",
     }
-    found = agent([conversation(text) for text in expected])
+    found = asyncio.run(replies(config, [*expected, "none"]))
+    assert found.pop() == Reply(), "after a process that was ended comes another"
     for reply, (text, wanted) in zip(found, expected.items(), strict=True):
         if isinstance(wanted, str):
             assert isinstance(reply, str), text
             assert reply.startswith(wanted), text
         else:
             assert reply == wanted
-    concurrent = AgentFunction(
-        AgentConfig(path=f"{tmp_path}/own.py:Counter", arguments={"word": "w"}, timeout_s=5)
-    )
-    late, fine, *_ = concurrent([conversation("hangs"), conversation("a"), conversation("b")])
-    assert isinstance(late, str)
-    assert fine == Reply("w")
+
+
+def test_calls_of_a_coroutine_function_share_a_process_and_only_one_is_at_fault(tmp_path):
+    (tmp_path / "own.py").write_text(AGENTS)
+    path = f"{tmp_path}/own.py:Counter"
+    config = AgentConfig(path=path, arguments={"word": "w"}, timeout_s=5)
+    texts = ["hangs", "exits", "waits", "a"]
+    late, ended, *fine = asyncio.run(replies(config, texts))
+    assert late.startswith("it took longer than rollout.agent.timeout_s, 5 s")
+    assert ended == "its process ended with exit code 4"
+    assert fine == [Reply("w")] * 2
+
+
+def test_an_agent_has_a_limit_of_memory_and_says_why_it_does_not_start(tmp_path, capfd):
+    (tmp_path / "own.py").write_text(AGENTS)
+    path = f"{tmp_path}/own.py:Large"
+    (found,) = asyncio.run(replies(AgentConfig(path=path, memory_mb=2048), ["a"]))
+    assert found == "it needs more than rollout.agent.memory_mb"
+    (tmp_path / "own.py").write_text("raise SystemExit(5)")
+    answers = HostedAnswers(AgentConfig(path=path), waits=False)
+    with pytest.raises(RuntimeError, match=r"rollout\.agent could not start: exit code 5"):
+        asyncio.run(answers.answer(conversation("a")))
+
+
+def test_an_agent_of_the_program_that_started_the_run():
+    def agent(one):
+        return {"none": None, "number": 5, "raises": one}.get(one.text) or one.nothing
+
+    async def waits(one):
+        await asyncio.sleep(3600 if one.text == "hangs" else 0)
+        return one.text
+
+    async def answers() -> list[Reply | str]:
+        given, slow = GivenAnswers(agent, 5.0), GivenAnswers(waits, 0.2)
+        found = [await given.answer(conversation(text)) for text in ("number", "none")]
+        return found + [await slow.answer(conversation(text)) for text in ("hangs", "a")]
+
+    number, raises, late, fine = asyncio.run(answers())
+    assert number == "its reply is 5, neither None nor a text, a list of messages or a dict"
+    assert raises.startswith("AttributeError: 'Conversation' object has no attribute 'nothing'")
+    assert late == "it took longer than rollout.agent.timeout_s, 0.2 s"
+    assert fine == Reply("a")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +322,7 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
 def test_an_agent_that_cannot_be_called_is_refused_before_a_run(tmp_path, path, arguments, why):
     (tmp_path / "own.py").write_text(AGENTS)
     with pytest.raises(ConfigError, match=r"rollout\.agent\.path") as error:
-        AgentFunction(AgentConfig(path=f"{tmp_path}/{path}", arguments=arguments))
+        check_agent(AgentConfig(path=f"{tmp_path}/{path}", arguments=arguments))
     assert why in str(error.value)
 
 
@@ -305,10 +357,10 @@ def test_a_tools_schema_is_compared_with_its_function_before_a_run(
     tool = {"path": path, "name": "tool", "parameters": schema}
     config = AgentConfig.model_validate({"path": HERMES, "tools": [tool]})
     if not why:
-        AgentFunction(config)
+        check_agent(config)
         return
     with pytest.raises(ConfigError) as error:
-        AgentFunction(config)
+        check_agent(config)
     assert why in str(error.value)
     assert any(
         issue.key.startswith("rollout.agent.tools.0") and issue.key.endswith(key)

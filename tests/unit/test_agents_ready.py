@@ -20,7 +20,7 @@ from open_endpoint import assert_exact, open_endpoint
 from policy_generator import DictatedGenerator
 
 from mppo.agents.build import build_agent
-from mppo.agents.program import EpisodeAccess, read_episode_result, task_of
+from mppo.agents.program import read_episode_result
 from mppo.batch.prompt import Prompt
 from mppo.config.load import load_recipe
 from mppo.data.verifiers_environment import environment_rows
@@ -292,8 +292,7 @@ async def episodes_of(recipe, rows, texts: list[str]):
         for row in rows:
             prompt = Prompt(0, (1,), "", row.answer, "", row.extra, messages=tuple(row.prompt))
             session = running.sessions.open()
-            where = EpisodeAccess(session.base_url, session.anthropic_url, session.key)
-            results.append(await program.run(where, task_of(prompt)))
+            results.append(await program.run(session, prompt))
             records.append(await running.sessions.close(session.id))
         await program.stop()
     assert_exact([leaf for each in records for leaf in each.leaves], generator.sampled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
@@ -9,7 +10,7 @@ from random_dump import write_dump
 from rich.console import Console
 
 from mppo.agents.conversation import Conversation, Reply
-from mppo.agents.function import AgentFunction
+from mppo.agents.turn_answers import HostedAnswers
 from mppo.agents.turn_text import TurnText
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.trainer import TrainerConfig
@@ -88,13 +89,19 @@ def test_a_tool_may_return_what_the_policy_wrote(tmp_path):
     (tmp_path / "own.py").write_text(TOOL)
     path = f"{tmp_path}/own.py:echo"
     tools = [{"path": path, "name": "echo", "description": "", "parameters": PARAMETERS}]
-    agent = AgentFunction(
-        AgentConfig(path="mppo.agents.hermes:HermesAgent", arguments={"tools": tools})
-    )
+    path = "mppo.agents.hermes:HermesAgent"
+    answers = HostedAnswers(AgentConfig(path=path, arguments={"tools": tools}), waits=False)
     call = json.dumps({"name": "echo", "arguments": {"said": TEXT}})
     text = f"<tool_call>{call}</tool_call>"
     messages = ({"role": "user", "content": "q"},)
-    (reply,) = agent([Conversation(text, messages, 1, False, False, "s", "g")])
+
+    async def answer(conversation: Conversation) -> Reply | str:
+        try:
+            return await answers.answer(conversation)
+        finally:
+            await answers.stop()
+
+    reply = asyncio.run(answer(Conversation(text, messages, 1, False, False, "s", "g")))
     assert isinstance(reply, Reply)
     said = [{"role": "tool", "content": valid_text(TEXT)}]
     assert reply.environment == said

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.refusal import invalid
-from mppo.agents.turn_text import TurnText
+from mppo.agents.turn_text import Environment, TurnText
 from mppo.config.errors import ConfigError
 from mppo.data.chat_renderer import ChatRenderer
 from mppo.hub.tokenizing import tokens_of
@@ -69,14 +69,17 @@ class PromptText:
             Refusal: the template refuses the messages.
         """
         try:
-            found = await asyncio.to_thread(
-                self._turn_text.token_ids, [list(messages)], [last_token]
-            )
+            found = await self.environment(messages, last_token)
         except InputError as error:
             raise invalid(str(error), "messages") from None
-        if isinstance(found[0], str):
-            raise invalid(found[0], "messages")
-        return found[0]
+        if isinstance(found, str):
+            raise invalid(found, "messages")
+        return found
+
+    async def environment(self, said: Environment, last_token: int) -> list[int] | str:
+        """The tokens of what an environment says after a turn; see ``TurnText.token_ids``."""
+        given = said if isinstance(said, str) else list(said)
+        return (await asyncio.to_thread(self._turn_text.token_ids, [given], [last_token]))[0]
 
     async def text(self, text: str) -> list[int]:
         """The tokens of a prompt without a chat template."""
@@ -84,9 +87,9 @@ class PromptText:
 
     async def following_text(self, text: str) -> list[int]:
         """The tokens of a text after a turn of the policy."""
-        found = await asyncio.to_thread(self._turn_text.token_ids, [text], [-1])
-        assert not isinstance(found[0], str), "a text is not rendered"
-        return found[0]
+        found = await self.environment(text, -1)
+        assert not isinstance(found, str), "a text is not rendered"
+        return found
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """The text of tokens, with or without special ones."""

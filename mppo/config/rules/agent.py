@@ -9,23 +9,9 @@ from mppo.config.errors import ConfigIssue
 from mppo.config.rules.rule import RuleContext, rule
 from mppo.config.sections.agent import following_environment
 
-
-@rule("rollout")
-def answering_agents_take_all_turns_together(context: RuleContext) -> Iterator[ConfigIssue]:
-    """``rollout.agent.path`` answers the conversations of a whole batch, turn after turn."""
-    rollout = context.recipe.rollout
-    if rollout.agent is None or rollout.runs_programs:
-        return
-    why = "with rollout.agent.path: its conversations take their turns together, to their end"
-    for key in ("over_sampling", "max_staleness"):
-        if value := getattr(rollout, key):
-            fix = "set it to 0, or bring the agent as rollout.agent.run or command"
-            yield ConfigIssue(f"rollout.{key}", value, why, fix)
-
-
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
-    "run": ("max_seconds", "max_concurrent", "tool_format", "arguments", "processes"),
-    "command": ("max_seconds", "max_concurrent", "tool_format"),
+    "run": ("tool_format", "arguments", "processes"),
+    "command": ("tool_format",),
     "path": ("arguments", "tools", "timeout_s", "memory_mb", "processes"),
 }
 """Keys of ``rollout.agent`` that have an effect with each form of an agent."""
@@ -43,7 +29,7 @@ def an_agent_has_one_form(context: RuleContext) -> Iterator[ConfigIssue]:
         why = "an agent has one form, " + ("and none is given" if not forms else "not several")
         yield ConfigIssue("rollout.agent", forms, why, f"give one of {names}")
         return
-    useful = {*_ONLY_WITH[forms[0]], "max_turns", *_ONLY_WITH}
+    useful = {*_ONLY_WITH[forms[0]], "max_turns", "max_seconds", "max_concurrent", *_ONLY_WITH}
     for name in sorted(agent.model_fields_set - useful):
         value = getattr(agent, name)
         if value != type(agent).model_fields[name].get_default(call_default_factory=True):
@@ -74,16 +60,6 @@ def whitened_rewards_have_one_sequence(context: RuleContext) -> Iterator[ConfigI
             "an agent's episode may have several sequences, and its score would count several times"
         )
         yield ConfigIssue("algorithm.whiten_rewards", True, why, "set it to false")
-
-
-@rule("rollout.agent", "actor.router_replay")
-def conversations_have_no_engine_routing(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Only the endpoint's sessions keep the experts by which each turn was computed."""
-    actor, agent = context.recipe.actor, context.recipe.rollout.agent
-    if agent is not None and agent.path is not None and actor.router_replay == "R3":
-        why = "with rollout.agent.path: the experts of a conversation's turns are not kept"
-        fix = "use rollout.agent.run or .command, or set it to R2 or disabled"
-        yield ConfigIssue("actor.router_replay", "R3", why, fix)
 
 
 @rule("rollout.agent", "data.apply_chat_template")

@@ -30,7 +30,7 @@ def local_engine_has_no_server_keys(context: RuleContext) -> Iterator[ConfigIssu
         yield ConfigIssue("rollout.urls", list(rollout.urls), why, fix)
     if rollout.server_args:
         yield ConfigIssue("rollout.server_args", rollout.server_args, why, fix)
-    if rollout.over_sampling and not rollout.runs_programs:
+    if rollout.over_sampling and rollout.agent is None:
         yield ConfigIssue("rollout.over_sampling", rollout.over_sampling, why, fix)
 
 

@@ -45,8 +45,8 @@ class ToolConfig(Section):
 
 class AgentConfig(Section):
     """The agent of an episode, in one of three forms: ``run`` and ``command`` ask the policy for
-    its turns as a client of OpenAI or Anthropic, each episode at its own pace; ``path`` answers the
-    policy after each of its turns, all conversations together."""
+    its turns as a client of OpenAI or Anthropic, and ``path`` answers the policy after each of its
+    turns. Each episode goes at its own pace."""
 
     run: str | None = None
     """``package.module:name`` or ``path/file.py:name`` of ``async def run(client, task)`` with a
@@ -64,10 +64,10 @@ class AgentConfig(Section):
     environment's included, fit into ``data.max_response_length``; with ``run`` and ``command`` each
     sequence fits into ``data.max_prompt_length`` + ``data.max_response_length``."""
     max_seconds: float = Field(default=1800.0, gt=0)
-    """Longest duration of an episode of ``run`` or ``command``. Its processes then end, and its
-    score is ``reward.on_error``."""
+    """Longest duration of an episode. Its processes then end, and its score is
+    ``reward.on_error``."""
     max_concurrent: int = Field(default=64, ge=1)
-    """Most episodes of ``run`` or ``command`` at the same time on each rank."""
+    """Most episodes at the same time on each rank."""
     tool_format: str = "hermes"
     """How the policy writes calls of tools, for ``run`` and ``command``: ``hermes``, or a
     ``tool-call-parser`` of SGLang, such as ``qwen25`` or ``llama3``."""

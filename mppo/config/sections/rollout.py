@@ -105,11 +105,6 @@ class RolloutConfig(SamplingConfig):
         return self.max_staleness > 0 and (bool(self.urls) or self.mode == "disaggregated")
 
     @property
-    def runs_programs(self) -> bool:
-        """Whether episodes are those of programs that ask the policy for its turns."""
-        return self.agent is not None and self.agent.uses_endpoint
-
-    @property
     def validation(self) -> SamplingConfig:
         """Sampling of responses to validation prompts, stop tokens filled in."""
         own = self.val_kwargs.model_dump()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mppo.batch.episode import OPEN, Episode, EpisodesBySample, held
+from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.cpu.bfloat16 import multiplies_bfloat16
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
@@ -27,7 +27,7 @@ from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.local_turns import LocalTurns
 from mppo.rollout.local.parameters import ParameterSink
-from mppo.rollout.local.sampling import row_keys, skip_tokens
+from mppo.rollout.local.sampling import row_keys
 from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
@@ -88,26 +88,10 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Row:
-    """A response to generate.
-
-    Args:
-        index: of the prompt in the request.
-        begun: the conversation that is continued; None: a new response.
-    """
+    """A response to generate; ``index``: of the prompt in the request."""
 
     index: int
     sample: int
-    begun: Episode | None
-
-    @property
-    def known(self) -> int:
-        """Number of tokens that follow the prompt already."""
-        return 0 if self.begun is None else self.begun.length
-
-    @property
-    def text(self) -> tuple[int, int | None]:
-        """Equal for rows that continue the same text."""
-        return self.index, None if self.begun is None else self.sample
 
     def place(self, n: int) -> int:
         """Index in the result of a request of n samples per prompt."""
@@ -171,14 +155,13 @@ class LocalEngine:
         resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
         ready = {key: each for key, each in resumed.items() if not each.is_unfinished}
-        begun = {key: each for key, each in held(resumed).items() if each.finish_reason == OPEN}
         todo = [
-            _Row(i, sample, begun.get(i * n + sample))
+            _Row(i, sample)
             for i in dealt[self._rank]
             for sample in range(n)
             if i * n + sample not in ready
         ]
-        todo.sort(key=lambda row: (len(prompts[row.index].token_ids) + row.known, row.place(n)))
+        todo.sort(key=lambda row: (len(prompts[row.index].token_ids), row.place(n)))
         stops = torch.tensor(
             sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
@@ -218,24 +201,19 @@ class LocalEngine:
         self, request: GenerationRequest, rows: Sequence[_Row], stops: Tensor
     ) -> DecodedRows:
         prompts = request.prompts
-        # new samples of one prompt share its prefill; a response that is continued has its own
-        texts: dict[tuple[int, int | None], Tensor] = {}
+        # the samples of a prompt share its prefill
+        place: dict[int, int] = {}
         for row in rows:
-            ids = prompts[row.index].token_ids
-            if row.begun is not None:
-                ids = torch.cat([ids, row.begun.here.ids])
-            texts.setdefault(row.text, ids)
-        place = {text: position for position, text in enumerate(texts)}
+            place.setdefault(row.index, len(place))
         uids = torch.tensor([prompts[row.index].uid for row in rows], device=self._device)
         samples = torch.tensor([row.sample for row in rows], device=self._device)
-        known_R = torch.tensor([row.known for row in rows], device=self._device)
         return decode(
             self._model,
-            list(texts.values()),
-            [place[row.text] for row in rows],
-            skip_tokens(row_keys(request.seed, uids, samples), known_R),
+            [prompts[index].token_ids for index in place],
+            [place[row.index] for row in rows],
+            row_keys(request.seed, uids, samples),
             request.sampling,
-            request.max_tokens - known_R,
+            torch.full_like(uids, request.max_tokens),
             stops,
         )
 
@@ -320,7 +298,7 @@ def _episodes(
     places = [row.place(request.sampling.n) for row in rows]
     column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
     valid = column_T < decoded.length_R[:, None]
-    new = cut_rows(
+    return cut_rows(
         places,
         decoded.length_R.tolist(),
         ["stop" if stopped else "length" for stopped in decoded.stopped_R.tolist()],
@@ -329,7 +307,3 @@ def _episodes(
         request,
         version,
     )
-    return {
-        place: new[place] if row.begun is None else row.begun.followed_by(new[place])
-        for place, row in zip(places, rows, strict=True)
-    }

@@ -42,19 +42,6 @@ def row_keys(seed: int, uid_R: Tensor, sample_R: Tensor) -> Tensor:
     return _mix((state ^ sample_R) + _GOLDEN)
 
 
-def skip_tokens(key_R: Tensor, count_R: Tensor) -> Tensor:
-    """The keys of random streams without their first tokens.
-
-    Args:
-        key_R: int64 ``[R]``.
-        count_R: int64 ``[R]``, tokens left out.
-
-    Returns:
-        int64 ``[R]``.
-    """
-    return key_R + count_R * _GOLDEN
-
-
 def uniforms(key_R: Tensor, start: int, count: int) -> Tensor:
     """Uniform numbers in ``[0, 1)`` for tokens ``start .. start + count`` of each row.
 

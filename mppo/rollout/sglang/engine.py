@@ -82,7 +82,7 @@ class SGLangEngine:
         if routing is not None:
             # prompts that share a cached prefix get the experts of only one of them; a session's
             # next turn is computed from the cache, and so by the experts that the session has kept
-            cached = rollout.runs_programs
+            cached = rollout.agent is not None
             arguments = {"disable_radix_cache": not cached, **sglang_options(rollout.server_args)}
             arguments["enable_return_routed_experts"] = True
             rollout = rollout.model_copy(update={"server_args": arguments})

@@ -48,7 +48,7 @@ def submit(run: Run, step: int, updates: int) -> PendingRollout:
         resumable=run.checkpoints.partial,
         oldest_version=step - 1 - rollout.max_staleness,
     )
-    if not (rollout.runs_programs and rollout.max_staleness):
+    if rollout.agent is None or not rollout.max_staleness:
         ended = {place for place, each in request.resumed().items() if not each.is_unfinished}
         run.early.forget([key for place, key in enumerate(keys) if place not in ended])
     # else the episodes go on, or wait with their scores; one that starts again is scored again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mppo.agents.function import check_agent
+from mppo.agents.agent_check import check_agent
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.schema import Recipe
 from mppo.data.verifiers_environment import environment_rows

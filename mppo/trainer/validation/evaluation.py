@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import EpisodeAgent, build_agent, with_agent
+from mppo.agents.build import build_agent, with_agent
+from mppo.agents.program import Program
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -68,7 +69,7 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     scorer: Scorer
-    agent: EpisodeAgent | None
+    agent: Program | None
 
     @property
     def files(self) -> Path:

@@ -10,8 +10,8 @@ AGENTS = [
      "rollout.agent.command", "names no executable file"),
     ("an agent's function that is missing", "rollout.agent.run=no.py:run", "rollout.agent.run",
      "no such file no.py"),
-    ("an episode's limit for an agent that answers", "rollout.agent.path=a:b "
-     "rollout.agent.max_seconds=3", "rollout.agent.max_seconds",
+    ("a format of calls for an agent that answers", "rollout.agent.path=a:b "
+     "rollout.agent.tool_format=qwen25", "rollout.agent.tool_format",
      "no effect with rollout.agent.path"),
     ("tools for a program", "rollout.agent.command=env "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}]", "rollout.agent.tools",
@@ -25,20 +25,12 @@ AGENTS = [
     ("a tool's file that is missing", "rollout.agent.path=a:b "
      "rollout.agent.tools=[{\"path\":\"no.py:d\",\"name\":\"e\"}]",
      "rollout.agent.tools.0.path", "no such file no.py"),
-    ("aborted conversations", "rollout.agent.path=a:b rollout.name=sglang "
-     "rollout.over_sampling=0.25", "rollout.over_sampling", "take their turns together"),
-    ("conversations ahead", "rollout.agent.path=a:b rollout.name=sglang "
-     "rollout.mode=disaggregated rollout.sync=disk rollout.urls=[http://h:1] "
-     "algorithm.rollout_correction.rollout_is=token rollout.max_staleness=1",
-     "rollout.max_staleness", "take their turns together"),
     ("tools in prompts without a template", "rollout.agent.path=a:b "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"}] data.apply_chat_template=false",
      "rollout.agent.tools", "no prompt would name"),
     ("two tools of one name", "rollout.agent.path=a:b "
      "rollout.agent.tools=[{\"path\":\"c:d\",\"name\":\"e\"},{\"path\":\"f:g\",\"name\":\"e\"}]",
      "rollout.agent.tools", "two tools have one name"),
-    ("experts of an engine over turns", "rollout.agent.path=a:b model.path=builtin:tiny-moonlight "
-     "rollout.name=sglang actor.router_replay=R3", "actor.router_replay", "are not kept"),
 ]  # fmt: skip
 
 CODE = [

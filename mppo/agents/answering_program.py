@@ -1,0 +1,112 @@
+"""Episodes of an agent that answers the policy's turns (``rollout.agent.path``).
+
+The policy generates a turn, the agent answers it, and so on. Tokens of the policy stay as the
+engine sampled them, and the environment's are appended: an episode has one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mppo.agents.conversation import Conversation, Message, Reply
+from mppo.agents.endpoint.ask import Ask
+from mppo.agents.endpoint.refusal import Refusal
+from mppo.agents.endpoint.session import Session
+from mppo.agents.program import failed, opening_of
+from mppo.agents.turn_answers import TurnAnswers
+from mppo.batch.episode import EpisodeResult
+from mppo.batch.prompt import Prompt
+from mppo.rewards.function import extra_info
+from mppo.rewards.response import shorten
+from mppo.rollout.turns import EngineLost
+
+
+class AnsweringProgram:
+    """A ``Program`` that asks for the turns itself, and the agent for the answers.
+
+    Args:
+        max_turns: most turns of the policy.
+        max_tokens: most tokens after a prompt, the environment's included.
+    """
+
+    def __init__(self, answers: TurnAnswers, max_turns: int, max_tokens: int) -> None:
+        self._answers, self._max_turns, self._max_tokens = answers, max_turns, max_tokens
+
+    async def start(self) -> None:
+        """See ``Program.start``."""
+        await self._answers.start()
+
+    async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
+        """See ``Program.run``.
+
+        Raises:
+            InputError: the agent returned messages, and the tokenizer cannot render any.
+        """
+        prompts, messages = session.policy.prompts, opening_of(prompt)
+        ids: list[int] = prompt.token_ids.tolist()
+        end, known = len(ids) + self._max_tokens, Reply()
+        for turn in range(1, self._max_turns + 1):
+            ask = Ask(prompt=tuple(ids), max_tokens=end - len(ids))
+            try:
+                (choice,) = (await session.answer(ask)).choices
+            except (Refusal, EngineLost) as error:
+                return failed(f"the policy did not answer: {error}")
+            said = choice.node.turn
+            ids += said.ids.tolist()
+            text, is_cut = prompts.decode(said.ids.tolist()), said.finish_reason != "stop"
+            messages.append({"role": "assistant", "content": text})
+            is_last = is_cut or turn == self._max_turns
+            conversation = _conversation(prompt, messages, turn, is_last, is_cut, known.state)
+            reply = await self._answers.answer(conversation)
+            if isinstance(reply, str):
+                return failed(f"turn {turn}, {shorten(text)!r}: {reply}")
+            known = _joined(known, reply)
+            if is_last or reply.environment is None:
+                break
+            more = await prompts.environment(reply.environment, ids[-1])
+            if isinstance(more, str):
+                return failed(f"turn {turn}, {shorten(text)!r}: {more}")
+            # it is only worth its tokens if the policy can say something after it
+            if len(ids) + len(more) >= end:
+                session.is_used_up = True
+                break
+            if not more:
+                break
+            ids += more
+            messages += as_messages(reply.environment)
+        return EpisodeResult(known.reward, known.numbers, messages=tuple(messages))
+
+    async def stop(self) -> None:
+        """See ``Program.stop``."""
+        await self._answers.stop()
+
+
+def _conversation(
+    prompt: Prompt, messages: Sequence[Message], turn: int, is_last: bool, is_cut: bool, state: Any
+) -> Conversation:
+    return Conversation(
+        text=messages[-1]["content"],
+        messages=tuple(messages),
+        turn=turn,
+        is_last=is_last,
+        is_cut=is_cut,
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        extra_info=extra_info(prompt),
+        state=state,
+    )
+
+
+def _joined(earlier: Reply, reply: Reply) -> Reply:
+    """A reply with the reward and the numbers that still hold from earlier ones."""
+    reward = earlier.reward if reply.reward is None else reply.reward
+    numbers = {**earlier.numbers, **reply.numbers}
+    return Reply(reply.environment, reward, numbers, reply.state)
+
+
+def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An environment's turn as messages; a text is a user's."""
+    if isinstance(environment, str):
+        return [{"role": "user", "content": environment}]
+    return environment

@@ -1,0 +1,123 @@
+"""Calls of the user's agent that answers the policy's turns (``rollout.agent.path``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from mppo.agents.agent_processes import AgentProcesses, ProcessEnded
+from mppo.agents.conversation import Conversation, Reply, is_async, read_reply
+from mppo.config.sections.agent import AgentConfig
+from mppo.rewards.result import NoScore
+from mppo.safety.python_file import describe_error
+
+_RECENT = 256
+"""The number of last calls whose time-outs shorten the time limit of the next ones."""
+
+
+class TurnAnswers(Protocol):
+    """Answers turns of many conversations, in one event loop."""
+
+    async def start(self) -> None:
+        """Start what all calls share; what has ended is started again."""
+        ...
+
+    async def answer(self, conversation: Conversation) -> Reply | str:
+        """The agent's reply, or why there is none."""
+        ...
+
+    async def stop(self) -> None:
+        """End every process."""
+        ...
+
+
+class HostedAnswers:
+    """``TurnAnswers`` of an agent in processes of its own.
+
+    A call that takes too long ends with its process. Several calls of a coroutine function share a
+    process: those that ended with it are made once more, one at a time, so that only the one at
+    fault has no reply.
+    """
+
+    def __init__(self, config: AgentConfig, *, waits: bool) -> None:
+        self._processes = AgentProcesses(
+            "path", str(config.path), config.call_arguments, config.processes, config.memory_mb
+        )
+        self._config, self._waits = config, waits
+        self._free = asyncio.Semaphore(config.max_concurrent if waits else config.processes)
+        self._alone = asyncio.Lock()
+        self._late: deque[bool] = deque(maxlen=_RECENT)
+
+    async def start(self) -> None:
+        """See ``TurnAnswers.start``."""
+        await self._processes.start()
+
+    async def answer(self, conversation: Conversation) -> Reply | str:
+        """See ``TurnAnswers.answer``."""
+        try:
+            async with self._free:
+                return await self._answer(conversation)
+        except ProcessEnded as why:
+            if not self._waits:
+                return str(why)
+        async with self._alone:
+            try:
+                return await self._answer(conversation)
+            except ProcessEnded as why:
+                return str(why)
+
+    async def _answer(self, conversation: Conversation) -> Reply | str:
+        process = await self._processes.free()
+        # every time-out shortens the limit, or many slow calls together would stop the run
+        limit_s = self._config.timeout_s / (1 + sum(self._late) // self._config.processes)
+        call = process.call({"conversation": vars(conversation)})
+        try:
+            found = await asyncio.wait_for(call, limit_s)
+        except asyncio.TimeoutError:
+            self._late.append(True)
+            if not self._waits or not await process.responds():
+                await process.stop()
+            return _late(self._config.timeout_s) + ", or what other time-outs leave of it"
+        self._late.append(False)
+        return found["error"] if "error" in found else Reply.from_json(found["result"])
+
+    async def stop(self) -> None:
+        """See ``TurnAnswers.stop``."""
+        await self._processes.stop()
+
+
+class GivenAnswers:
+    """``TurnAnswers`` of an agent of the program that started the run, in this process."""
+
+    def __init__(self, agent: Callable[[Conversation], Any], timeout_s: float) -> None:
+        self._agent, self._timeout_s = agent, timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent")
+
+    async def start(self) -> None:
+        """Do nothing: there is no process."""
+
+    async def answer(self, conversation: Conversation) -> Reply | str:
+        """See ``TurnAnswers.answer``; only a coroutine function has a time limit."""
+        try:
+            if is_async(self._agent):
+                found = await asyncio.wait_for(self._agent(conversation), self._timeout_s)
+            else:
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._thread, self._agent, conversation)
+            return Reply.from_json(read_reply(found).to_json())
+        except NoScore as why:
+            return f"its reply {why}"
+        except asyncio.TimeoutError:
+            return _late(self._timeout_s)
+        except Exception as error:
+            return describe_error(error)
+
+    async def stop(self) -> None:
+        """Do nothing: there is no process."""
+
+
+def _late(timeout_s: float) -> str:
+    return f"it took longer than rollout.agent.timeout_s, {timeout_s:g} s"
