@@ -1,8 +1,5 @@
-"""The local rollout engine: a transformers model on every rank.
-
-Each rank holds the full model and generates for a part of the prompts. This is the default engine;
-other engines are compared with it.
-"""
+"""The local rollout engine: a transformers model on every rank, which generates for a part of the
+prompts. It is the default engine; other engines are compared with it."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _LOGPROB_TOKENS = 4096
 
 @dataclass
 class LocalGeneration:
-    """See ``rollout.engine.Generation``; complete when it is made, so nothing is in flight."""
+    """Complete when it is made, so nothing is in flight."""
 
     request: GenerationRequest
     responses: list[Episode]
@@ -50,11 +47,9 @@ class LocalGeneration:
     left_over: EpisodesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
-        """See ``rollout.engine.Generation.wait``."""
         self.left_over = left_over(self.request, dict(enumerate(self.responses)))
 
     def collect(self) -> list[Episode]:
-        """See ``rollout.engine.Generation.collect``."""
         needed = self.request.num_prompts_needed
         if needed is None:
             self.left_over = {}
@@ -78,22 +73,16 @@ def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: float32 instead of bfloat16 on CPUs without bfloat16 units.
-
-    Float32 is many times faster there. Weights are rounded to ``dtype`` either way.
-    """
+    """Float32 instead of bfloat16 on CPUs without bfloat16 units, where it is many times faster.
+    Weights are rounded to ``dtype`` either way."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     return torch.float32 if slow else dtype
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A response to generate.
-
-    Args:
-        index: of the prompt in the request.
-        begun: the conversation that is continued; None: a new response.
-    """
+    """A response to generate to the prompt ``index`` of the request, or the conversation
+    ``begun``."""
 
     index: int
     sample: int
@@ -110,7 +99,6 @@ class _Row:
         return self.index, None if self.begun is None else self.sample
 
     def place(self, n: int) -> int:
-        """Index in the result of a request of n samples per prompt."""
         return self.index * n + self.sample
 
 
@@ -118,16 +106,8 @@ class LocalEngine:
     """A transformers model on every rank; implements ``RolloutEngine``.
 
     The model is built without weights from its configuration; the first ``update_weights`` fills
-    it. No weights are read from disk.
-
-    Args:
-        hf_folder: model folder; only generation_config.json is read from it.
-        dtype: dtype to which weights are rounded.
-        rank, world: this rank and the number of ranks among which prompts are divided.
-        batch_size: most rows generated at once on a rank.
-
-    Attributes:
-        stop_tokens: tokens that end a response of every request.
+    it. Only generation_config.json is read from ``hf_folder``. Weights are rounded to ``dtype``;
+    ``batch_size`` is the most rows generated at once on a rank.
     """
 
     def __init__(
@@ -154,15 +134,12 @@ class LocalEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the model's vocabulary."""
         return self._model.config.vocab_size
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``."""
         return self.submit(request).collect()
 
     def _answers(self, request: GenerationRequest) -> list[Episode]:
-        """Responses to all prompts of a request: this engine cannot abort any."""
         prompts, n = request.prompts, request.sampling.n
         version = self._loaded_version()
         if not all(len(prompt.token_ids) for prompt in prompts):
@@ -202,14 +179,13 @@ class LocalEngine:
         return [found[place] for place in range(len(prompts) * n)]
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
-        """See ``RolloutEngine.submit``; generates in this thread before it returns."""
+        """Generate in this thread before returning."""
         start = time.perf_counter()
         found = self._answers(request)
         seconds = time.perf_counter() - start
         return LocalGeneration(request, found, seconds, self._world)
 
     def turns(self) -> LocalTurns:
-        """See ``RolloutEngine.turns``."""
         version = self._loaded_version()
         stops = torch.tensor(self.stop_tokens, dtype=torch.int64, device=self._device)
         return LocalTurns(self._model, version, stops, self._world, self._batch_size)
@@ -258,7 +234,6 @@ class LocalEngine:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
         self._loaded_version()
         lengths = [len(s) for s in sequences]
         dealt = [
@@ -296,7 +271,7 @@ class LocalEngine:
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``; empty: no bytes are sent."""
+        """Empty: no bytes are sent."""
         return {}
 
     def sleep(self) -> None:
@@ -316,7 +291,6 @@ class LocalEngine:
 def _episodes(
     rows: Sequence[_Row], decoded: DecodedRows, request: GenerationRequest, version: int
 ) -> dict[int, Episode]:
-    """Episodes of generated rows by index in the result."""
     places = [row.place(request.sampling.n) for row in rows]
     column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
     valid = column_T < decoded.length_R[:, None]

@@ -54,16 +54,11 @@ class ServerResponse:
         return self
 
     def episode(self, prompt: Prompt) -> Episode:
-        """The response to ``prompt``, without routed experts."""
         tokens = EpisodeTokens(self.tokens, self.logprobs)
         return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
     def fault(self, max_tokens: int, vocab_size: int) -> str | None:
-        """What no engine returns that samples from the model; None: nothing.
-
-        Args:
-            max_tokens: the tokens that were asked for.
-        """
+        """What no engine returns that samples ``max_tokens`` from the model; None: nothing."""
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"
         if len(self.tokens) and (largest := int(self.tokens.max())) >= vocab_size:
@@ -74,10 +69,7 @@ class ServerResponse:
 
 
 def parse_responses(text: bytes) -> list[ServerResponse]:
-    """Read an answer to ``/generate``.
-
-    Args:
-        text: JSON of one response or of a list of responses.
+    """Read an answer to ``/generate``: JSON of one response or of a list of responses.
 
     Raises:
         InputError: the text is not JSON, or a response has another form.

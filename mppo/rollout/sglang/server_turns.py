@@ -21,13 +21,8 @@ from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 
 class ServerTurns:
-    """See ``TurnEngine``.
-
-    Args:
-        version: of the weights that they all hold.
-        calls: requests at the same time on each server.
-        routing: shape of the routed experts in each turn; None: none.
-    """
+    """See ``TurnEngine``; ``calls`` requests at the same time on each server, all with weights of
+    ``version``."""
 
     at_once = 1
 
@@ -46,17 +41,16 @@ class ServerTurns:
         self._aborting = threading.Event()
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
-        """See ``TurnEngine``; the samples of a prompt share a server, which has it in its cache."""
+        """The samples of a prompt share a server, which has it in its cache."""
         return deal_prompts(prompts, n, self._fleet.heads)
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
     ) -> list[Turn]:
-        """See ``TurnEngine``; the servers' seeds are their own."""
+        """The servers' seeds are their own."""
         return [self._turn(request, sampling) for request in requests]
 
     def abort(self) -> None:
-        """See ``TurnEngine``."""
         self._aborting.set()
         for api in self._fleet.apis.values():
             with suppress(ServerLost, RequestRefused):
@@ -89,7 +83,7 @@ class ServerTurns:
         return Turn(*found, self._version, answer.cached, experts)
 
     def _experts(self, tokens: int, answer: ServerResponse) -> Tensor | None:
-        """See ``Turn``; those of an aborted turn come with the rest of it."""
+        """Those of an aborted turn come with the rest of it."""
         shape = self._routing
         if shape is None:
             return None
