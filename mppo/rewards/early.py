@@ -14,13 +14,8 @@ _FORGOTTEN = -1
 
 
 class EarlyScores:
-    """Scores responses on the rank that received them, in a thread, during generation.
-
-    The reward function gets the responses in parts, in the order in which they finish.
-
-    Args:
-        scorer: calls the reward function, and applies clip and penalties.
-    """
+    """Scores responses on the rank that received them, in a thread, during generation; the reward
+    function gets them in parts, in the order in which they finish."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -30,11 +25,8 @@ class EarlyScores:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
     def take(self, keys: Sequence[int], episodes: Sequence[Episode]) -> None:
-        """Start to score finished responses; returns at once, any thread may call it.
-
-        Args:
-            keys: one per episode; ``finish`` finds the scores by them.
-        """
+        """Start to score finished responses; returns at once, any thread may call it. ``finish``
+        finds the scores by ``keys``, one per episode."""
         scores = self._pool.submit(self._scorer.raw_scores, episodes)
         self._parts.append((list(keys), scores))
 

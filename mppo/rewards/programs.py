@@ -18,11 +18,8 @@ def extract_program(response: str) -> str:
 
 
 def parse_tests(ground_truth: str) -> list[Any]:
-    """Read the tests of a ground truth; all have the same form.
-
-    Raises:
-        InputError: the ground truth has neither form, or no tests.
-    """
+    """Read the tests of a ground truth, all in the same form; InputError for neither form or no
+    tests."""
     try:
         tests = json.loads(ground_truth)
     except ValueError:

@@ -39,9 +39,9 @@ class RewardResult:
     """What a reward function returned for one response.
 
     Args:
-        score: the outcome reward.
         token_rewards: further rewards by token; empty: none.
-        answer: the text or number under ``pred``, the answer that the function found; None without.
+        answer: the text or number under ``pred``, the answer that the function found; None
+            without.
     """
 
     score: float
@@ -83,10 +83,7 @@ def _answer(value: Any) -> str | None:
 
 
 def place_rewards(rewards: TokenRewards, length: int) -> list[float]:
-    """The reward of each token of a response; empty if no token has one.
-
-    Args:
-        length: tokens of the response.
+    """The reward of each of ``length`` tokens of a response; empty if no token has one.
 
     Raises:
         NoScore: the number of rewards or a position does not fit the response.

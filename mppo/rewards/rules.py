@@ -41,8 +41,6 @@ class RuleReward:
     """Scores with the verifier of each prompt's data source, or with one verifier for all prompts.
 
     Args:
-        verifier: name of a verifier; None selects it by data source.
-        partial_credit: give part of a point for part of an answer; not every verifier can.
         sandbox: limits for programs, as arguments of ``mppo_sandbox.sandbox.Sandbox``.
         timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
         memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
@@ -63,8 +61,8 @@ class RuleReward:
             self._find(self.verifier)
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        """Score responses: programs and worker verifiers in parallel on the cores of this rank, all
-        other verifiers one after the other."""
+        """Programs and worker verifiers run in parallel on the cores of this rank, all others in
+        turn."""
         by_name: dict[str, list[int]] = {}
         for index, response in enumerate(responses):
             by_name.setdefault(self._name(response.prompt), []).append(index)
@@ -105,7 +103,7 @@ class RuleReward:
         ]
 
     def _try(self, response: Response) -> RuleScore:
-        """Score a response; a verifier that cannot read its ground truth gives no score."""
+        """A verifier that cannot read its ground truth gives no score."""
         try:
             return self._score(response)
         except ConfigError:
@@ -152,7 +150,6 @@ class RuleReward:
                 raise InputError(f"{describe(prompt)} cannot be verified: {why}")
 
     def has_verifier(self, prompt: Prompt) -> bool:
-        """Whether the responses to a prompt can be scored."""
         own = prompt.verifier or self.verifier
         return own is not None or verifiers.known_verifier(prompt.data_source) is not None
 
@@ -193,7 +190,6 @@ class RuleReward:
 
 
 def _check_row(name: str, prompt: Prompt) -> None:
-    """Raise ``ValueError`` if a prompt's row lacks what a worker's verifier needs."""
     if name == "reasoning_gym":
         with _naming(prompt):
             verifiers.gym_entry(prompt.extra)
@@ -208,7 +204,6 @@ def _worker_score(result: Result) -> float | Unscored:
 
 @contextmanager
 def _naming(prompt: Prompt) -> Iterator[None]:
-    """Add the prompt to the message of a ``ValueError`` about its ground truth."""
     try:
         yield
     except ConfigError:

@@ -22,9 +22,6 @@ from mppo.rewards.remote.wire import WireFormat
 def build_remote_reward(reward: RewardConfig) -> RemoteReward:
     """Build the client of a recipe's reward server.
 
-    Args:
-        reward: a section with a server at ``url``.
-
     Raises:
         ConfigError: an invalid URL or option, no such environment variable, or no such tokenizer.
     """

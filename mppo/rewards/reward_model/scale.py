@@ -16,9 +16,6 @@ class RewardModelScale:
     Sources: given numbers; the model's config, where training wrote the moments of its data
     (OpenRLHF ``normalize_reward``); or the responses of the initial policy (Ziegler et al. 2019,
     arXiv 1909.08593, section 2.2), measured once and then kept, in checkpoints too.
-
-    Args:
-        config: the recipe's mode, and the numbers of the mode ``given``.
     """
 
     def __init__(self, config: RewardModelNormalization, hf_config: Any) -> None:
@@ -33,10 +30,8 @@ class RewardModelScale:
         self._measures = config.mode == "measured"
 
     def __call__(self, scores_B: Tensor) -> Tensor:
-        """Scale scores; the first call of the mode ``measured`` measures them.
-
-        Args:
-            scores_B: float32 ``[B]``; the mode ``measured`` leaves numbers that are not finite out.
+        """Scale scores, float32 ``[B]``; the first call of the mode ``measured`` measures them,
+        without numbers that are not finite.
 
         Raises:
             InputError: fewer than two different scores are there to measure.
@@ -54,7 +49,6 @@ class RewardModelScale:
         return ((scores_B.double() - self.mean) / self.std).float()
 
     def state_dict(self) -> dict[str, float] | None:
-        """The measured moments; None if there are none."""
         if self.mean is None or not self._measures:
             return None
         return {"mean": self.mean, "std": self.std}

@@ -19,11 +19,7 @@ KEY = "reward.function"
 def checked_form(
     name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> FunctionForm:
-    """The form of a reward function.
-
-    Raises:
-        ConfigError: the function does not accept the arguments.
-    """
+    """The form of a reward function; ConfigError if it does not accept the arguments."""
     try:
         return form_of(function, kwargs)
     except TypeError as error:
@@ -34,11 +30,9 @@ def checked_form(
 
 
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
-    """Import what the user names.
+    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``.
 
     Args:
-        key: of the recipe.
-        name: ``module:name`` or ``path.py:name``.
         noun: what is named, such as "function".
         fix: what to do if the module lacks it.
 
@@ -68,7 +62,7 @@ def _written_at(where: str) -> int:
 
 @cache
 def _imported(name: str, written_at: int) -> Any:
-    """``import_function``; a file that has not changed is executed once, though a recipe's check
-    and the run both ask for it."""
+    """A file that has not changed is executed once: a recipe's check and the run both ask for
+    it."""
     del written_at
     return import_function(name)

@@ -44,11 +44,7 @@ item's alone."""
 
 @dataclass(frozen=True)
 class EncodedResult:
-    """A result that is not a score, in the form in which its reader gets it.
-
-    Args:
-        text: at most ``TEXT_BYTES``.
-    """
+    """A result that is not a score, as its reader gets it: at most ``TEXT_BYTES``."""
 
     text: str
 
@@ -64,7 +60,6 @@ class ScoringTask:
     Args:
         loader: ``module:function``; called with ``arguments``, it returns the function that scores
             the items of a call.
-        arguments: arguments of ``loader``.
         confined: whether the function may execute text of the model. A confined worker can only
             read files and compute. Its function is loaded once, in the server, before the fork.
         memory_mb: limit of a worker's address space in MiB; None sets no limit.
@@ -136,7 +131,7 @@ def _read_item(requests: int) -> Any:
 
 
 def _answer(function: Function, items: Sequence[Any]) -> Iterator[tuple[bytes, float, str]]:
-    """Make the record of each item; items whose call raised are called one by one."""
+    """Items whose call raised are called one by one."""
     try:
         results = list(function(items))
         if len(results) != len(items):
@@ -179,7 +174,7 @@ def _record(result: Any) -> tuple[bytes, float, str]:
 
 
 def _place(error: BaseException) -> str:
-    """Name the last line of the function's own file on the stack, also if a library raised."""
+    """The last line of the function's own file on the stack, also if a library raised."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if os.path.dirname(frame.filename) != OWN_FOLDER]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
