@@ -25,16 +25,11 @@ _OWN = Path(__file__).parents[1]
 
 
 def keep_code(folder: Path, recipe: Mapping[str, Any], done: int) -> list[str]:
-    """Copy the files into ``code/<key>/``, with secrets replaced.
+    """Copy the files into ``code/<key>/``, with secrets replaced; return the keys whose code has
+    changed since the last start.
 
-    A copy that an earlier start left and that differs is renamed to
-    ``<file>.until_step_<done>``.
-
-    Args:
-        done: PPO steps that are done.
-
-    Returns:
-        The keys whose code has changed since the last start.
+    A copy that an earlier start left and that differs is renamed to ``<file>.until_step_<done>``
+    (PPO steps that are done).
 
     Raises:
         OSError: a copy cannot be written.
@@ -88,7 +83,7 @@ def _code_paths(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Dotted keys and values of all texts in plain values; entries of lists have their number."""
+    """Entries of lists have their number in the key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -101,7 +96,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module, which is not imported for it."""
+    """Without importing the module."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if module is None and "." not in name:

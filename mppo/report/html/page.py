@@ -30,10 +30,8 @@ _POLICY = (
 
 
 def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str, Any]:
-    """What a page shows of some runs.
-
-    Args:
-        runs: metrics of the only folder, if they are in memory.
+    """What a page shows of some runs; ``runs`` are the metrics of the only folder, if they are in
+    memory.
 
     Raises:
         ValueError: a line of a metrics.jsonl is not valid.
@@ -57,12 +55,8 @@ def write_page(folder: Path, runs: History) -> None:
 
 
 def page_text(data: Mapping[str, Any], live: bool = False) -> str:
-    """The page.
-
-    Args:
-        data: ``page_data``.
-        live: the page asks its server for newer data every few seconds.
-    """
+    """The page of ``page_data``; with ``live`` it asks its server for newer data every few
+    seconds."""
     # no "</script>" and no "<!--" inside the data
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = " and ".join(run["name"] for run in data["runs"])
@@ -98,7 +92,7 @@ def _escaped(text: str) -> str:
 
 
 def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
-    """The runs' names; with the folder where two runs have one name."""
+    """With the folder where two runs have one name."""
     names = [run.name for run in runs]
     return [
         f"{name} ({run.details['folder']})" if names.count(name) > 1 else name

@@ -54,16 +54,9 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
 
 @lru_cache(maxsize=2 * _NEWEST)  # a browser loads a served page every few seconds
 def _timeline(path: Path, modified: int, size: int) -> Plain:
-    """A recorded update.
-
-    Args:
-        modified: nanoseconds of its last change; this and the size make the cache read a new file.
-        size: its bytes.
-
-    Raises:
-        ValueError, LookupError, TypeError, OSError, ArithmeticError, RecursionError: the file is
-            not one that a run wrote.
-    """
+    """A recorded update. The nanoseconds of its last change and its size make the cache read a new
+    file. A file that no run wrote raises ValueError, LookupError, TypeError, OSError,
+    ArithmeticError or RecursionError."""
     from mppo.pipeline.timeline import idle_share, read_trace  # imports torch
 
     trace = json.loads(read_text(path))
@@ -97,8 +90,8 @@ def _timeline(path: Path, modified: int, size: int) -> Plain:
 
 
 def _compute(rows: Sequence[Sequence[Any]]) -> float:
-    """Mean time of a row's forward and backward passes, which puts the plan on the measured scale:
-    a plan counts in forward passes of one role."""
+    """Mean time of a row's forward and backward passes puts the plan, which counts in forward
+    passes of one role, on the measured scale."""
     from mppo.pipeline.actions import COMPUTE
 
     total = sum(e.end - e.start for row in rows for e in row if e.action.kind in COMPUTE)
@@ -113,7 +106,7 @@ def _shown(rows: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def _ticks(row: Sequence[Any], scale: float, actions: dict[tuple[Any, ...], int]) -> list[int]:
-    """The events of a row; new actions are added to ``actions``."""
+    """New actions are added to ``actions``."""
     from mppo.pipeline.timeline import SHOWN
 
     found, before = [], 0
