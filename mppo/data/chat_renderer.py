@@ -48,11 +48,8 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The conversation's text up to the beginning of a response.
-
-        Args:
-            messages: with ``role`` and ``content``.
-            tools: schemas of tools, for the template.
+        """The conversation's text up to the beginning of a response; ``tools`` are schemas for the
+        template.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or it fails or exceeds a limit.
@@ -87,7 +84,6 @@ class ChatRenderer:
         return found
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

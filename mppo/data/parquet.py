@@ -30,10 +30,7 @@ _VALUE_BYTES = 8
 
 
 def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file.
-
-    Args:
-        key: the recipe key that names it, for messages.
+    """Yield the rows of a file that a recipe key names.
 
     Raises:
         ConfigError: pyarrow is not installed, or the file is not readable or exceeds a limit.
@@ -71,11 +68,7 @@ def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_metadata(metadata: Any, limit: int) -> None:
-    """Check the counts and sizes that a file states, before anything is decoded.
-
-    Raises:
-        InputError: one exceeds its limit.
-    """
+    """Check the counts and sizes that a file states, before anything is decoded; InputError."""
     if metadata.num_rows > MAX_ROWS:
         raise InputError(f"it claims to have {metadata.num_rows} rows, more than {MAX_ROWS}")
     total = 0
