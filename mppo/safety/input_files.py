@@ -41,7 +41,8 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: no such file, or not readable.
-        InputError: the path is a folder, FIFO, device or socket, or the file is a Git LFS pointer.
+        InputError: the path is a folder, FIFO, device or socket, or the file is a Git LFS
+            pointer.
     """
     _check_regular(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -60,11 +61,7 @@ def _check_content(path: Path, descriptor: int) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in place of a large file.
-
-    Raises:
-        OSError: no such file, or not readable.
-    """
+    """Whether a file is what a clone without Git LFS has in place of a large file; OSError."""
     if not path.is_file() or path.stat().st_size > _LFS_BYTES:
         return False
     with path.open("rb") as stream:
@@ -72,12 +69,8 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read the bytes of a regular file.
-
-    Raises:
-        OSError: no such file, or not readable.
-        InputError: as ``open_file``, or the file is larger than ``limit``.
-    """
+    """Read the bytes of a regular file; raises as ``open_file``, and InputError if it is larger
+    than ``limit``."""
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = b"" if size > limit else stream.read(limit + 1)
@@ -94,10 +87,8 @@ def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
 
 
 def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a regular file.
-
-    Args:
-        nan: accept ``NaN`` and ``Infinity``, which Python writes.
+    """Read the JSON object in a regular file; ``nan`` accepts ``NaN`` and ``Infinity``, which
+    Python writes.
 
     Raises:
         InputError: the file is missing or not readable, is not a JSON object, or repeats a key.
@@ -117,16 +108,13 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text (bytes are UTF-8); for ``nan`` see ``read_json``.
 
-    Args:
-        text: the text; bytes are UTF-8.
-        unique: reject an object that repeats a key.
-        nan: accept ``NaN`` and ``Infinity``, which Python writes.
+    With ``unique`` an object that repeats a key is an error.
 
     Raises:
-        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
-            thousands of digits or half a surrogate pair.
+        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number
+            of thousands of digits or half a surrogate pair.
     """
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
     hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
@@ -152,13 +140,7 @@ def inside(folder: Path, name: Any) -> Path:
     """Return the path of a file that a folder's index names.
 
     A link may lead to another file of the folder, or from a snapshot of Hugging Face's cache to its
-    ``blobs``.
-
-    Args:
-        name: relative path.
-
-    Raises:
-        InputError: the name is not a relative path, or leads out of the folder.
+    ``blobs``; InputError if the name is not a relative path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise InputError(f"{folder}: {name!r} is not a file name")
@@ -181,12 +163,8 @@ def _roots(folder: Path) -> Iterator[Path]:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Check a folder whose files a library will open: no file may block it or fill memory.
-
-    Raises:
-        InputError: the folder holds a FIFO, device or socket, or a text file larger than
-            ``MAX_FILE_BYTES``.
-    """
+    """Check a folder whose files a library will open: InputError for a FIFO, device or socket,
+    which may block it, or a text file larger than ``MAX_FILE_BYTES``."""
     for entry in sorted(folder.iterdir()):
         try:
             found = entry.stat()
@@ -226,7 +204,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_pairs(text: str) -> None:
-    """Reject half a surrogate pair, which no encoding and no tokenizer accepts."""
+    """No encoding and no tokenizer accepts half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -87,9 +87,6 @@ def redact(value: Any) -> Any:
 
     Secrets are all values under a name such as ``api_key``, ``password`` or ``auth``, also inside
     lists and mappings, and what ``redact_text`` finds in texts and in keys of mappings.
-
-    Args:
-        value: nested mappings, sequences and plain values, such as a resolved recipe.
     """
     return _redact(value, {})
 
@@ -138,7 +135,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _RedactedStream:
-    """A text stream that hides secrets; all methods except writing are the stream's own."""
+    """All methods except writing are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -156,8 +153,8 @@ class _RedactedStream:
 
 
 def _redact(value: Any, done: dict[int, Any]) -> Any:
-    """Redact a value. ``done`` holds the result of each container by id, so a shared container is
-    copied once and a container inside itself becomes ``***``."""
+    """``done`` holds the result of each container by id, so a shared container is copied once and a
+    container inside itself becomes ``***``."""
     if isinstance(value, str):
         return redact_text(value)
     if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
@@ -178,7 +175,6 @@ def _entry(key: Any, entry: Any, done: dict[int, Any]) -> Any:
 
 
 def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
-    """Copy containers with every text and, if ``numbers``, every number hidden."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if id(value) in inside:
             return HIDDEN
@@ -193,7 +189,7 @@ def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
 
 
 def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
-    """Redact the items of a list; the item after a flag such as ``--api-key`` is hidden."""
+    """The item after a flag such as ``--api-key`` is hidden."""
     hidden: list[Any] = []
     previous: Any = None
     for each in values:
@@ -205,11 +201,8 @@ def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
 
 
 def _hide_credentials(match: re.Match[str]) -> str:
-    """Hide what may be user and password in a URL's part after ``://``.
-
-    Everything up to the last ``@`` is hidden, because passwords can hold an unquoted ``@`` or
-    ``/``.
-    """
+    """Everything up to the last ``@`` of a URL's part after ``://`` is hidden, because passwords
+    can hold an unquoted ``@`` or ``/``."""
     rest = match.group(0)
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     port = authority.rpartition(":")[2] if ":" in authority else ""
@@ -252,7 +245,7 @@ def _hide_flag(match: re.Match[str]) -> str:
 
 
 def _forms(secret: str) -> set[str]:
-    """Return the spellings of a value in texts: unchanged, and quoted for a URL."""
+    """Unchanged, and quoted for a URL."""
     return {secret, quote(secret), quote(secret, safe="")}
 
 
