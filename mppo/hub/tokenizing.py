@@ -24,13 +24,8 @@ def tokens_of(
     special: bool = True,
     key: str = "model.path",
 ) -> list[list[int]]:
-    """The token ids of each text.
-
-    Args:
-        tokenizer: the tokenizer.
-        texts: any number of texts.
-        special: add the tokenizer's special tokens.
-        key: the recipe's key that names the tokenizer, for messages.
+    """The token ids of each text; with ``special``, the tokenizer's special tokens are added.
+    ``key``: the recipe's key that names the tokenizer, for messages.
 
     Raises:
         ConfigError: the tokenizer takes longer than the limit, or its own code breaks off.
