@@ -78,10 +78,11 @@ def check_recipe(
     """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
-        hf_configs: Hugging Face config object of each role's model, by role; rules that need the
-            config of a role that is absent skip that role.
-        keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
-        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
+        hf_configs: Hugging Face config object of each role's model, by role; rules that need
+            that of an absent role skip the role.
+        keys_with_issues: keys that already have an issue; rules that read one of them are
+            skipped.
+        ranks_per_node: None: ``trainer.n_gpus_per_node``.
     """
     issues: list[ConfigIssue] = []
     shapes = {}
@@ -117,24 +118,21 @@ def load_checked(
     concerns: Callable[[str], bool] = lambda key: True,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
+    Names of models and data sets on the Hub are replaced by their local folders and files.
 
     Args:
-        overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
         files: check that all files exist, not only those of code (a dry run needs no others).
-        role_checks: run on every role whose model's config could be read.
-        engine_check: run on the rollout engine if the actor's config could be read.
-        remarks: receives a line for every key without effect, or of another meaning than written.
+        role_checks, engine_check: run on every role, and on the rollout engine, if the model's
+            config could be read.
+        remarks: receives a line for every key without effect, or of another meaning than
+            written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
-        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
+        ranks_per_node: None: ``trainer.n_gpus_per_node``.
         check_inputs: looks at the recipe's code and data, once their files are there.
         concerns: whether an issue of a key counts; the others are left out.
-
-    Returns:
-        The recipe, with names of models and data sets on the Hub replaced by their local folders
-        and files.
 
     Raises:
         ConfigError: with all issues; those that need a model's config.json only if there are no
@@ -183,7 +181,6 @@ def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
 
 
 def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
-    """``found`` without the issues of keys that already have one in ``issues``."""
     known = _keys(issues)
     return [issue for issue in found if issue.key not in known]
 
@@ -191,7 +188,7 @@ def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -
 def _download_models(
     recipe: Recipe, fetch: FetchModel, weights: bool
 ) -> tuple[Recipe, list[ConfigIssue]]:
-    """The recipe with local folders for models of the Hub, and the issues of failed downloads."""
+    """With the issues of failed downloads."""
     issues: list[ConfigIssue] = []
     trust = recipe.model.trust_remote_code
     for section, used in (
@@ -214,11 +211,10 @@ def _download_models(
 
 
 def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list[ConfigIssue]]:
-    """The recipe with local files for data sets of the Hub, and the issues of failed downloads."""
+    """With the issues of failed downloads."""
     issues: list[ConfigIssue] = []
 
     def local(key: str, section: Any) -> dict[str, tuple[str, ...]]:
-        """The lists of files of a section that name data sets, with their local files."""
         found: dict[str, tuple[str, ...]] = {}
         for field, split in _DEFAULT_SPLITS.items():
             names = getattr(section, field, ())
@@ -251,7 +247,7 @@ def _fetched(
 def _read_configs(
     recipe: Recipe, read_hf_config: ReadConfig
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Each role's config object, by role, and the issues of models whose config cannot be read."""
+    """By role, with the issues of models whose config cannot be read."""
     configs: dict[str, Any] = {}
     issues: list[ConfigIssue] = []
     for role in recipe.roles():
@@ -267,7 +263,7 @@ def _read_configs(
 def _check_roles(
     recipe: Recipe, configs: Mapping[str, Any], check: RoleCheck, keys_with_issues: Collection[str]
 ) -> list[ConfigIssue]:
-    """The issues that ``check`` finds in roles whose model has a config and no issue yet."""
+    """Of roles whose model has a config and no issue yet."""
     issues: list[ConfigIssue] = []
     for role in recipe.roles():
         if role.name in configs and role.path_key not in keys_with_issues:

@@ -18,12 +18,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CopyOf:
-    """The value of another key, times a factor for numbers.
-
-    Args:
-        key: dotted key; if it has no value, the row does not apply.
-        factor: 1 copies.
-    """
+    """The value of another key, times a factor for numbers; if it has none, the row does not
+    apply."""
 
     key: str
     factor: float = 1.0
@@ -358,15 +354,8 @@ PRESETS: dict[str, tuple[PresetRow, ...]] = SYSTEMS | PAPERS
 
 
 def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a preset's defaults for keys that the user did not set.
-
-    Args:
-        document: the recipe as nested mappings, overrides merged in, not yet validated.
-
-    Returns:
-        A new document; an equal one if ``algorithm.preset`` is null or unknown (validation reports
-        an unknown one).
-    """
+    """A new document with a preset's defaults for keys that the user did not set. Overrides are
+    merged into ``document``, which is not validated yet: an unknown preset adds nothing."""
     filled = _copy(document)
     section = filled.get("algorithm")
     name = section.get("preset") if isinstance(section, Mapping) else None
@@ -389,7 +378,7 @@ def _copy(value: Any) -> Any:
 
 
 def _resolve(document: Mapping[str, Any], row: CopyOf | IfSet) -> Any:
-    """The row's value; None if its key has no value, or none that can be multiplied."""
+    """None if its key has no value, or none that can be multiplied."""
     value: Any = document
     for part in row.key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -402,7 +391,7 @@ def _resolve(document: Mapping[str, Any], row: CopyOf | IfSet) -> Any:
 
 
 def _fill(document: dict[str, Any], parts: list[str], value: Any) -> None:
-    """Set a key that is absent; a value that the user wrote stays, even null or an invalid one."""
+    """A value that the user wrote stays, even null or an invalid one."""
     for part in parts[:-1]:
         inner = document.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -39,7 +39,6 @@ def recipe_reference() -> str:
 
 
 def _section(field: Mapping[str, Any]) -> str | None:
-    """Name of the definition that a field's value, or each of its items, has."""
     for option in (field, *field.get("anyOf", ()), field.get("items", {})):
         if "$ref" in option:
             return option["$ref"].removeprefix(_REFERENCE)
@@ -49,7 +48,6 @@ def _section(field: Mapping[str, Any]) -> str | None:
 def _sections(
     place: str, field: Mapping[str, Any], definitions: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Definitions below a field, with the keys under which they stand."""
     name = _section(field)
     if name is None:
         return
@@ -89,12 +87,12 @@ def _type(field: Mapping[str, Any]) -> str:
 
 
 def _number(limit: float) -> str:
-    """A limit, whole numbers with all their digits."""
+    """Whole numbers with all their digits."""
     return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
 def _one_line(text: str) -> str:
-    """A docstring for a table's cell: one line, code in single quotes of Markdown."""
+    """Code in single quotes of Markdown."""
     return " ".join(text.split()).replace("``", "`")
 
 

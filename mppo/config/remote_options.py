@@ -22,11 +22,8 @@ _KEY = "reward.kwargs"
 
 
 def read_remote_options(reward: RewardConfig) -> RemoteOptions:
-    """Read and check the options of the recipe's reward server.
-
-    Raises:
-        ConfigError: an unknown key, a missing one, or one with an invalid value.
-    """
+    """Read and check the options of the recipe's reward server; ConfigError for an unknown key, a
+    missing one, or one with an invalid value."""
     assert reward.server_format is not None
     kind = REMOTE_FORMATS[reward.server_format]
     known = list(kind.model_fields)
@@ -54,7 +51,7 @@ def _unknown(key: str, value: Any, known: list[str]) -> ConfigIssue:
 
 
 def _issue(issue: ConfigIssue, wire: str) -> ConfigIssue:
-    """The issue under its key in the recipe; pydantic's input of a missing key is all of them."""
+    """Under its key in the recipe; pydantic's input of a missing key is all of them."""
     if issue.why == "field required":
         why, fix = f"reward.format = {wire} needs it", "set it"
         return ConfigIssue(f"{_KEY}.{issue.key}", None, why, fix)

@@ -24,12 +24,7 @@ def tracker_issues(
     environ: Mapping[str, str],
     is_installed: Callable[[str], object] = find_spec,
 ) -> Iterator[ConfigIssue]:
-    """Issues that would keep a tracker from working.
-
-    Args:
-        loggers: ``trainer.logger``.
-        is_installed: finds a package by name; None if it is not installed.
-    """
+    """Issues that would keep a tracker of ``trainer.logger`` from working."""
     for name in EXTRAS:
         if name in loggers and not is_installed(name):
             fix = f'pip install "mppo[{name}]", or remove it from trainer.logger'
@@ -49,7 +44,7 @@ def _without_key(name: str, title: str, prefix: str) -> ConfigIssue:
 
 
 def _has_swanlab_key(environ: Mapping[str, str]) -> bool:
-    """Whether SwanLab finds an API key in the places it documents, or its mode needs none."""
+    """In the places it documents, or its mode needs none."""
     mode = environ.get("SWANLAB_MODE")
     if environ.get("SWANLAB_API_KEY") or mode in ("offline", "local", "disabled"):
         return True
@@ -59,7 +54,7 @@ def _has_swanlab_key(environ: Mapping[str, str]) -> bool:
 
 
 def _has_key(environ: Mapping[str, str]) -> bool:
-    """Whether wandb finds an API key in the places it documents, or its mode needs none."""
+    """In the places it documents, or its mode needs none."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE") in ("offline", "disabled"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL", _WANDB_URL)).hostname

@@ -26,15 +26,13 @@ _SECTIONS = {"num_mini_batches": "actor", "total_episodes": "trainer"}
 def compute_trl_keys(
     document: Mapping[str, Any], issues: list[ConfigIssue], remarks: list[str]
 ) -> dict[str, Any]:
-    """Replace TRL's keys by mppo's keys with the same effect.
+    """A new document with mppo's keys of the same effect in place of TRL's; ``document`` is without
+    a preset's defaults.
 
     Args:
-        document: the recipe as nested mappings, without a preset's defaults; not changed.
-        issues: receives an issue per key whose value is not valid, or which contradicts another.
+        issues: receives an issue per key whose value is not valid, or which contradicts
+            another.
         remarks: receives a line for the log per key that is replaced.
-
-    Returns:
-        A new document.
     """
     replaced = {k: dict(v) if isinstance(v, Mapping) else v for k, v in document.items()}
     given = list(_take(replaced))
@@ -58,7 +56,7 @@ def compute_trl_keys(
 
 
 def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Remove TRL's keys: each as it is written, without its section, and with its value."""
+    """Each as it is written, without its section, and with its value."""
     for key in TRL_KEYS:
         if key in document:
             yield key, key, document.pop(key)
@@ -69,11 +67,8 @@ def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any, str]:
-    """mppo's key, its value, and why there is none (empty where there is one).
-
-    Args:
-        filled: the document with the preset's defaults.
-    """
+    """mppo's key, its value, and why there is none (empty where there is one); ``filled`` has the
+    preset's defaults."""
     if key == "num_sample_generations":
         return "trainer.num_sample_generations", value, ""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -89,7 +84,7 @@ def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any
 
 
 def _number(document: Mapping[str, Any], section: str, key: str, default: int) -> int:
-    """A positive number of the document; the default where it has none (validation reports it)."""
+    """The default where it has none (validation reports it)."""
     part = document.get(section)
     value = part.get(key) if isinstance(part, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

@@ -25,11 +25,8 @@ OVER_ALL_RANKS = {
 
 
 class VerlTranslation:
-    """A document with verl's remaining keys converted, removed or refused.
-
-    Args:
-        document: nested mapping, with the names in ``RENAMED`` already replaced; not changed.
-    """
+    """A document with verl's remaining keys converted, removed or refused; the names in ``RENAMED``
+    are already replaced."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document: dict[str, Any] = _copied(document)
@@ -72,7 +69,7 @@ class VerlTranslation:
         )
 
     def _set(self, key: str, converted: Any, name: str, value: Any) -> None:
-        """Set a key of mppo's in place of verl's; an issue if it already has a different value."""
+        """An issue if it already has a different value."""
         *sections, last = key.split(".")
         section = self.document
         for part in sections:
@@ -88,7 +85,7 @@ class VerlTranslation:
         self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
-        """Convert verl's file and name of a reward function to ``reward.function: file:name``."""
+        """``reward.function: file:name``."""
         given = self.document.get("custom_reward_function")
         if not isinstance(given, dict) or not given.get("path"):
             return
@@ -99,8 +96,8 @@ class VerlTranslation:
         self._set("reward.function", function, name, path)
 
     def _split_thresholds(self) -> None:
-        """Convert thresholds of the rollout correction that are texts: ``"0.5_2.0"`` is a lower and
-        an upper bound, and commas divide those of several rejections."""
+        """``"0.5_2.0"`` is a lower and an upper bound, and commas divide those of several
+        rejections."""
         algorithm = self.document.get("algorithm")
         section = algorithm.get("rollout_correction") if isinstance(algorithm, dict) else None
         if not isinstance(section, dict):
@@ -125,7 +122,7 @@ class VerlTranslation:
                     self._set(mode, "mask", key, value)  # verl: IcePop
 
     def _divide_micro_batches(self) -> None:
-        """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
+        """Where the document says how many ranks."""
         trainer = self.document.get("trainer")
         trainer = trainer if isinstance(trainer, dict) else {}
         nodes, gpus = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
@@ -142,7 +139,7 @@ class VerlTranslation:
 
 
 def _bounds(value: Any) -> list[tuple[float | None, float]] | None:
-    """Lower and upper bound of each part of a threshold; None if it is no text of numbers."""
+    """None if it is no text of numbers."""
     if not isinstance(value, str):
         return None
     try:
@@ -166,13 +163,12 @@ def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
 
 @cache
 def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
-    """Every row with each of its names, alternatives expanded."""
     rows = (*ROLE_ROWS, *RUN_ROWS, *ENGINE_ROWS)
     return tuple((tuple(name.split(".")), row) for row in rows for name in _names(row.names))
 
 
 def _names(pattern: str) -> Iterator[str]:
-    """Expand alternatives: ``{a,b}.c`` gives ``a.c`` and ``b.c``."""
+    """``{a,b}.c`` gives ``a.c`` and ``b.c``."""
     pieces = re.split(r"\{(.*?)\}", pattern)
     options = [piece.split(",") if index % 2 else [piece] for index, piece in enumerate(pieces)]
     for choice in product(*options):
@@ -180,7 +176,7 @@ def _names(pattern: str) -> Iterator[str]:
 
 
 def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple]:
-    """Path and value of every entry that is not a mapping, and of every empty mapping."""
+    """Also of every empty mapping."""
     for name, value in document.items():
         if not isinstance(name, str):
             continue
@@ -191,7 +187,7 @@ def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _copied(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with separate sections: through YAML's aliases two keys can share one object."""
+    """With separate sections: through YAML's aliases two keys can share one object."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in document.items()}
 
 
@@ -200,7 +196,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> None:
-    """Remove a key, and sections that become empty."""
+    """Also sections that become empty."""
     head, *rest = parts
     if rest:
         _pop(document[head], rest)
