@@ -145,8 +145,8 @@ def _time_options(arguments: argparse.Namespace) -> TimeOptions:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """ConfigError for an option that has an effect only with another one, or without it, and for a
-    file that cannot be written."""
+    """Raise ConfigError for an option that has an effect only with another one, or without it, and
+    for a file that cannot be written."""
     timed = ("mean_prompt", "mean_response", "price", "search", "lengths", "turns",
              "val_prompts", "disk")  # fmt: skip
     of_turns, searched = ("turn_seconds", "turn_tokens"), ("val_prompts", "disk")

@@ -198,7 +198,7 @@ def _check_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
 
 
 def _read_reports(text: str) -> list[NodeReport]:
-    """Other lines go to stderr."""
+    """The reports in the nodes' output; other lines go to stderr."""
     known = {field.name for field in fields(NodeReport)}
     reports = []
     for line in text.splitlines():

@@ -157,8 +157,7 @@ class Families(Registry):
         ``FamilyTraits``.
 
         Raises:
-            RegistrationError: as of a registry; or mppo has no family ``like``, or no such
-                trait.
+            RegistrationError: as of a registry; or mppo has no family ``like``, or no such trait.
         """
         if like not in self.own:
             why = f"the model family {name!r} is like {like!r}, which mppo does not have"

@@ -80,8 +80,7 @@ def check_recipe(
     Args:
         hf_configs: Hugging Face config object of each role's model, by role; rules that need
             that of an absent role skip the role.
-        keys_with_issues: keys that already have an issue; rules that read one of them are
-            skipped.
+        keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
         ranks_per_node: None: ``trainer.n_gpus_per_node``.
     """
     issues: list[ConfigIssue] = []
@@ -126,8 +125,7 @@ def load_checked(
         files: check that all files exist, not only those of code (a dry run needs no others).
         role_checks, engine_check: run on every role, and on the rollout engine, if the model's
             config could be read.
-        remarks: receives a line for every key without effect, or of another meaning than
-            written.
+        remarks: receives a line for every key without effect, or of another meaning than written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
         ranks_per_node: None: ``trainer.n_gpus_per_node``.
@@ -188,7 +186,7 @@ def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -
 def _download_models(
     recipe: Recipe, fetch: FetchModel, weights: bool
 ) -> tuple[Recipe, list[ConfigIssue]]:
-    """With the issues of failed downloads."""
+    """The recipe with local folders for models of the Hub, and the issues of failed downloads."""
     issues: list[ConfigIssue] = []
     trust = recipe.model.trust_remote_code
     for section, used in (
@@ -211,7 +209,7 @@ def _download_models(
 
 
 def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list[ConfigIssue]]:
-    """With the issues of failed downloads."""
+    """The recipe with local files for data sets of the Hub, and the issues of failed downloads."""
     issues: list[ConfigIssue] = []
 
     def local(key: str, section: Any) -> dict[str, tuple[str, ...]]:
@@ -247,7 +245,7 @@ def _fetched(
 def _read_configs(
     recipe: Recipe, read_hf_config: ReadConfig
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """By role, with the issues of models whose config cannot be read."""
+    """Each role's config object, by role, and the issues of models whose config cannot be read."""
     configs: dict[str, Any] = {}
     issues: list[ConfigIssue] = []
     for role in recipe.roles():
@@ -263,7 +261,7 @@ def _read_configs(
 def _check_roles(
     recipe: Recipe, configs: Mapping[str, Any], check: RoleCheck, keys_with_issues: Collection[str]
 ) -> list[ConfigIssue]:
-    """Of roles whose model has a config and no issue yet."""
+    """The issues that ``check`` finds in roles whose model has a config and no issue yet."""
     issues: list[ConfigIssue] = []
     for role in recipe.roles():
         if role.name in configs and role.path_key not in keys_with_issues:

@@ -201,7 +201,7 @@ def _with_bases(
     chain: tuple[Path, ...],
     done: dict[Path, dict[str, Any]],
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """The ``base`` files are relative to a folder."""
+    """A document over those of its ``base`` key, whose files are relative to a folder."""
     bases = document.pop(BASE_KEY, None) or []
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -218,7 +218,7 @@ def _with_bases(
 
 
 def _parse_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """An empty one and an issue if the file does not hold a mapping."""
+    """The mapping in one file; an empty one and an issue if the file does not hold a mapping."""
     try:
         text = read_text(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -281,7 +281,7 @@ def apply_overrides(
 
 
 def _remove(document: dict[str, Any], key: str) -> list[ConfigIssue]:
-    """Whichever of its names is given."""
+    """Remove a key from a document, whichever of its names is given."""
     found, _ = _pop(document, canonical_key(key.strip()).split("."))
     if found:
         return []

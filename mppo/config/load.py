@@ -182,7 +182,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """Also of ``Section | None``; None if it is not a section."""
+    """The section class of a field (also of ``Section | None``); None if it is not a section."""
     options = _options(annotation)
     sections = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
     return sections[0] if sections else None
@@ -264,7 +264,7 @@ def _expand(value: Any) -> Any:
 
 
 def _is_branch(part: str | int) -> bool:
-    """As opposed to a key."""
+    """Whether a part of pydantic's error location is a branch of a union instead of a key."""
     branches = {
         "bool",
         "int",

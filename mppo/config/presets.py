@@ -378,7 +378,7 @@ def _copy(value: Any) -> Any:
 
 
 def _resolve(document: Mapping[str, Any], row: CopyOf | IfSet) -> Any:
-    """None if its key has no value, or none that can be multiplied."""
+    """The row's value; None if its key has no value, or none that can be multiplied."""
     value: Any = document
     for part in row.key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -391,7 +391,7 @@ def _resolve(document: Mapping[str, Any], row: CopyOf | IfSet) -> Any:
 
 
 def _fill(document: dict[str, Any], parts: list[str], value: Any) -> None:
-    """A value that the user wrote stays, even null or an invalid one."""
+    """Set a key that is absent; a value that the user wrote stays, even null or an invalid one."""
     for part in parts[:-1]:
         inner = document.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -87,12 +87,12 @@ def _type(field: Mapping[str, Any]) -> str:
 
 
 def _number(limit: float) -> str:
-    """Whole numbers with all their digits."""
+    """A limit, whole numbers with all their digits."""
     return f"{limit:.0f}" if limit == int(limit) else f"{limit:g}"
 
 
 def _one_line(text: str) -> str:
-    """Code in single quotes of Markdown."""
+    """A docstring for a table's cell: one line, code in single quotes of Markdown."""
     return " ".join(text.split()).replace("``", "`")
 
 

@@ -51,7 +51,7 @@ def _unknown(key: str, value: Any, known: list[str]) -> ConfigIssue:
 
 
 def _issue(issue: ConfigIssue, wire: str) -> ConfigIssue:
-    """Under its key in the recipe; pydantic's input of a missing key is all of them."""
+    """The issue under its key in the recipe; pydantic's input of a missing key is all of them."""
     if issue.why == "field required":
         why, fix = f"reward.format = {wire} needs it", "set it"
         return ConfigIssue(f"{_KEY}.{issue.key}", None, why, fix)

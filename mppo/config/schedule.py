@@ -101,7 +101,7 @@ def update_groups(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 
 
 def _records_experts(section: ActorConfig | CriticConfig) -> bool:
-    """See ``RoleRouting.records``."""
+    """Whether a forward-only pass records expert choices (see ``RoleRouting.records``)."""
     megatron, replay = section.megatron, section.router_replay
     balances = megatron.moe_router_load_balancing_type == "aux_loss"
     return replay == "R2" or (replay == "off" and balances and megatron.moe_aux_loss_coeff > 0)

@@ -44,7 +44,7 @@ def _without_key(name: str, title: str, prefix: str) -> ConfigIssue:
 
 
 def _has_swanlab_key(environ: Mapping[str, str]) -> bool:
-    """In the places it documents, or its mode needs none."""
+    """Whether SwanLab finds an API key in the places it documents, or its mode needs none."""
     mode = environ.get("SWANLAB_MODE")
     if environ.get("SWANLAB_API_KEY") or mode in ("offline", "local", "disabled"):
         return True
@@ -54,7 +54,7 @@ def _has_swanlab_key(environ: Mapping[str, str]) -> bool:
 
 
 def _has_key(environ: Mapping[str, str]) -> bool:
-    """In the places it documents, or its mode needs none."""
+    """Whether wandb finds an API key in the places it documents, or its mode needs none."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE") in ("offline", "disabled"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL", _WANDB_URL)).hostname

@@ -30,8 +30,7 @@ def compute_trl_keys(
     a preset's defaults.
 
     Args:
-        issues: receives an issue per key whose value is not valid, or which contradicts
-            another.
+        issues: receives an issue per key whose value is not valid, or which contradicts another.
         remarks: receives a line for the log per key that is replaced.
     """
     replaced = {k: dict(v) if isinstance(v, Mapping) else v for k, v in document.items()}
@@ -56,7 +55,7 @@ def compute_trl_keys(
 
 
 def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Each as it is written, without its section, and with its value."""
+    """Remove TRL's keys: each as it is written, without its section, and with its value."""
     for key in TRL_KEYS:
         if key in document:
             yield key, key, document.pop(key)
@@ -84,7 +83,7 @@ def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any
 
 
 def _number(document: Mapping[str, Any], section: str, key: str, default: int) -> int:
-    """The default where it has none (validation reports it)."""
+    """A positive number of the document; the default where it has none (validation reports it)."""
     part = document.get(section)
     value = part.get(key) if isinstance(part, Mapping) else None
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

@@ -67,7 +67,7 @@ def _original(name: str):
 
 
 def _widened_into():
-    """``torch.mm(a, b, out=...)``."""
+    """The replacement of ``torch.mm(a, b, out=...)``."""
     multiply, into = _original("mm"), _original("mm.out")
 
     def operator(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _widened_into():
 
 
 def _widened(name: str):
-    """Of an operator whose first argument is a tensor."""
+    """The replacement of an operator whose first argument is a tensor."""
     original = _original(name)
 
     def operator(first: Tensor, *args, **kwargs):

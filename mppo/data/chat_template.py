@@ -36,10 +36,10 @@ def render_with(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """Render every conversation (messages with ``role`` and ``content``) with the chat template of
-    a tokenizer.
+    """Render every conversation with the chat template of a tokenizer.
 
     Args:
+        conversations: lists of messages with ``role`` and ``content``.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
         tools: schemas of tools, for the template.
@@ -107,8 +107,7 @@ def render(
     """Render every conversation with a Jinja template in a process with limits.
 
     Args:
-        variables: variables of the template besides the messages: the tokenizer's special
-            tokens.
+        variables: variables of the template besides the messages: the tokenizer's special tokens.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
 

@@ -59,7 +59,7 @@ def check_same_rows(contents: Sequence[Content], saved: Sequence[str]) -> None:
 
 
 def _described(value: Any) -> Any:
-    """The same in every process."""
+    """Describe a value that JSON has no form for, the same in every process."""
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     named = type(value).__repr__ is not object.__repr__  # else its address would be in the text

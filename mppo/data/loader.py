@@ -71,7 +71,7 @@ class PromptLoader:
         return self
 
     def __next__(self) -> list[Prompt]:
-        """Each prompt's ``uid`` is its position in the run."""
+        """Return the next batch; each prompt's ``uid`` is its position in the run."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[Prompt]:
@@ -138,7 +138,7 @@ class PromptLoader:
         return self._order[1]
 
     def _mixed(self, epoch: int) -> list[int]:
-        """Each source is spread evenly over the epoch."""
+        """Return the prompts of an epoch of mixed sources, each source spread evenly over it."""
         placed: list[tuple[float, int]] = []
         offset = 0
         for source, (share, draws) in enumerate(zip(self.prompt_set.shares, self._draws)):

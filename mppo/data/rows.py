@@ -151,7 +151,7 @@ class _Reader(Generic[Converted]):
             yield ConfigIssue(self.key, str(self.path), why, "give a file with rows")
 
     def _further(self, places: Sequence[tuple[str, Any]]) -> str:
-        """Count those that are not named."""
+        """Name further rows with the same cause, and count the rest."""
         if len(places) == 1:
             return ""
         named = [where.removeprefix(f"{self.path} ") for where, _ in places[1:MAX_PLACES]]

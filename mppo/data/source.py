@@ -193,7 +193,7 @@ def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> li
 
 
 def _conversation(source: SourceConfig, row: DataRow) -> tuple[dict[str, Any], ...]:
-    """The system prompt first."""
+    """The messages of a row's prompt, the system prompt first."""
     system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
     own = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     return (*system, *own)
@@ -237,7 +237,7 @@ def _fit(
 
 
 def _truncate(ids: list[int], limit: int, side: str, where: str) -> list[int]:
-    """At the ``left``, ``right`` or ``middle``."""
+    """Cut a prompt to ``limit`` tokens at the ``left``, ``right`` or ``middle``."""
     if side == "error":
         issue = ConfigIssue(
             "data.max_prompt_length",

@@ -247,7 +247,7 @@ def _word(random: Random, alphabet: str, min_length: int, max_length: int) -> st
 
 
 def _evaluate(expression: str) -> int:
-    """Of non-negative integers and ``+ - *``; products come first."""
+    """Evaluate an expression of non-negative integers and ``+ - *``; products come first."""
     total = 0
     for sum_term in expression.replace("-", "+-").split("+"):
         product = -1 if sum_term.startswith("-") else 1

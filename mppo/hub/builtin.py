@@ -174,8 +174,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     end-of-sequence token is used.
 
     Raises:
-        ConfigError: the folder holds no tokenizer, or the tokenizer has no end-of-sequence
-            token.
+        ConfigError: the folder holds no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 

@@ -107,7 +107,7 @@ def _patterns(wanted: DataSetName, card: dict[str, Any]) -> list[str]:
 
 
 def _listed(config: dict[str, Any], split: str) -> Iterator[str]:
-    """Without splits, the files are the training split."""
+    """Patterns that a card gives for a split; without splits, the files are the training split."""
     data_files = config.get("data_files")
     for entry in data_files if isinstance(data_files, list) else [data_files]:
         entry = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
@@ -123,7 +123,7 @@ def _configs(card: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _card(folder: Path) -> dict[str, Any]:
-    """The YAML header of a data set's card; empty without a card or a readable header."""
+    """Return the YAML header of a data set's card; empty without a card or a readable header."""
     try:
         text = read_text(folder / CARD, MAX_CARD_BYTES)
         _, header, _ = f"\n{text}".split("\n---\n", 2)

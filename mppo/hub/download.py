@@ -82,7 +82,7 @@ def _model_error(name: str, error: Exception, hub: str, fix: str) -> ConfigError
 
 
 def explain(error: Exception, what: str) -> str:
-    """What failed and why in one line, without the number of the request."""
+    """Return what failed and why in one line, without the number of the request."""
     text = " ".join(str(error).split())
     return re.sub(r"\s*\(Request ID.*", "", f"{what}: {text}")
 

@@ -63,7 +63,7 @@ class ModelConfigs:
         return shipped
 
     def _shipped(self, name: str) -> Path | None:
-        """The folder in ``configs/`` that stands for a model."""
+        """The folder in ``configs/`` that stands for a model; None: there is none."""
         shipped = self._beside / Path(name).name
         if not (shipped / "config.json").is_file():
             return None

@@ -1,8 +1,8 @@
-"""Bytes of a decoder layer's activations on one rank, tensor by tensor, as Megatron's layers hold
-them with this package's modules or Transformer Engine's (``mppo.models.stage``).
+"""Bytes of a decoder layer's activations on one rank, tensor by tensor.
 
-Shapes are per token of the rank's micro-batch. ``mppo-simulate`` executes the same code, and tests
-compare both.
+The lists follow Megatron's layers with this package's modules or with Transformer Engine's
+(``mppo.models.stage``). Shapes are per token of the rank's micro-batch; ``mppo-simulate`` executes
+the same code, and tests compare both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class ModelKind:
 
     Args:
         active_experts: experts that process a token.
-        softcap: attention scores are soft-capped without a fused kernel: only flash-attn has
-            one.
+        softcap: attention scores are soft-capped without a fused kernel: only flash-attn has one.
     """
 
     shape: ModelShape

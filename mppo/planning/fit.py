@@ -152,7 +152,7 @@ def _given(role: RoleConfig) -> Offload | None:
 
 
 def _options(role: RoleConfig) -> list[Offload]:
-    """The last has everything that may be offloaded."""
+    """The choices for a role; the last has everything that may be offloaded."""
     given = _given(role)
     if given is not None:
         return [given]

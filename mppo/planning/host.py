@@ -116,7 +116,7 @@ def host_issue(need: HostNeed, memory: int, source: str) -> ConfigIssue | None:
 
 
 def _fixes(need: HostNeed) -> list[str]:
-    """The most effective first."""
+    """Changes to the recipe that free host memory, the most effective first."""
     found = [
         (n, f"{FIXES[name]} (frees {n / GIB:.1f} GiB)")
         for name, n in need.parts.items()
@@ -143,7 +143,7 @@ def _rank_parts(recipe: Recipe, plans: Sequence[RolePlan], fit: Fit, rank: int) 
 
 
 def _activations(passes: StagePasses) -> float:
-    """Of all micro-batches in flight."""
+    """Bytes of a role's activations in host memory, of all micro-batches in flight."""
     megatron = passes.role.megatron
     if not passes.trained or not megatron.offload_activations:
         return 0.0

@@ -75,8 +75,7 @@ def stage_layers(
         vpp: chunks per stage; layers are dealt to the stages once per chunk (Megatron's
             interleaving).
         first, last: layers of the first and last stage; the others divide the rest evenly.
-        chunks: number of layers of every chunk, in model order; replaces ``first`` and
-            ``last``.
+        chunks: number of layers of every chunk, in model order; replaces ``first`` and ``last``.
     """
     if chunks is not None:  # chunk i belongs to stage i mod pp
         bounds = [0, *accumulate(chunks)]

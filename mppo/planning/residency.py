@@ -65,8 +65,8 @@ def with_early_returns(table: Residency, fits: Callable[[Residency, str], bool])
 
 
 def _early_returns(table: Residency) -> Iterator[tuple[str, str, Part]]:
-    """The weights first, since the passes need them at once, the optimizer's state only after
-    them."""
+    """Phase, role and part of everything that could come back early; the weights first, since the
+    passes need them at once, and the optimizer's state only after the passes."""
     phases = [phase for phase in table if phase not in (GENERATION, SAVE)]
     for phase, following in pairwise(phases):
         for part in SAVED_PARTS:

@@ -32,8 +32,7 @@ def token_cost(
 
     Args:
         operations: floating-point operations of forward and backward pass per token.
-        activations: bytes of the micro-batches in flight, of ``tokens`` each, by pipeline
-            stage.
+        activations: bytes of the micro-batches in flight, of ``tokens`` each, by pipeline stage.
         tokens: tokens of that micro-batch, over all context-parallel ranks.
     """
     # a rank computes budget x CP tokens by the TP x CP x PP ranks of a pipeline

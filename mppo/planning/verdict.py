@@ -150,7 +150,7 @@ def _cache_fixes(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _fixes(moment: Moment, recipe: Recipe, over: int) -> tuple[str, ...]:
-    """The most effective first."""
+    """List changes to the recipe that free memory, the most effective first."""
     found = [*_offload_fixes(moment, recipe), *_role_fixes(moment, recipe)]
     engine = {name: n for name, n in moment.beside.items() if "engine" in name or "KV" in name}
     if engine:

@@ -83,7 +83,7 @@ def _code_paths(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Entries of lists have their number in the key."""
+    """Dotted keys and values of all texts in plain values; entries of lists have their number."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _module_file(name: str) -> Path | None:
-    """Without importing the module."""
+    """The file of a module, which is not imported for it."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if module is None and "." not in name:

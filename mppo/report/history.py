@@ -90,7 +90,7 @@ class History:
 def series(
     rows: Sequence[tuple[int, Mapping[str, float]]], name: str
 ) -> tuple[list[int], list[float]]:
-    """See ``History.series``."""
+    """Steps and values of one metric, without values that are not finite."""
     pairs = [(step, row[name]) for step, row in rows if math.isfinite(row.get(name, math.nan))]
     return [step for step, _ in pairs], [value for _, value in pairs]
 

@@ -143,7 +143,7 @@ class Reporter:
             self._warn(step)
 
     def _warn(self, step: int) -> None:
-        """A warning that lasts is printed once."""
+        """Print the warnings that this step raises; one that lasts is printed once."""
         rows = self._history.rows
         now = current_warnings(course(rows, len(rows)))
         for warning in now:

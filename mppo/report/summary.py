@@ -47,7 +47,7 @@ def run_report(
 
 
 def _warnings(runs: History) -> list[str]:
-    """The ongoing ones first."""
+    """A line for each warning, the ongoing ones first."""
     lines = []
     for span in warning_spans(runs.rows):
         steps = f"step {span.first}" + (f" to {span.last}" if span.last > span.first else "")

@@ -34,7 +34,7 @@ def _last_number(found: list[str]) -> str:
 
 
 def _spelled(text: str) -> str:
-    """A number in one spelling; other text stripped."""
+    """A number in one spelling; other text without white space at its ends."""
     number = parse_number(text)
     if number is None:
         return text.strip()

@@ -83,8 +83,8 @@ def _brace_roots(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""``\frac12`` and ``\frac1{2}`` as ``\frac{1}{2}``; the text itself if an argument is
-    missing."""
+    r"""``\frac12`` and ``\frac1{2}`` as ``\frac{1}{2}``; the text itself if one has half of its
+    arguments only."""
     first, *fractions = text.split("\\frac")
     braced = [first]
     for fraction in fractions:

@@ -39,9 +39,9 @@ class RewardResult:
     """What a reward function returned for one response.
 
     Args:
+        score: the outcome reward.
         token_rewards: further rewards by token; empty: none.
-        answer: the text or number under ``pred``, the answer that the function found; None
-            without.
+        answer: the text or number under ``pred``, the answer that the function found; None without.
     """
 
     score: float

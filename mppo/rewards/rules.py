@@ -61,8 +61,8 @@ class RuleReward:
             self._find(self.verifier)
 
     def __call__(self, responses: Sequence[Response]) -> list[Any]:
-        """Programs and worker verifiers run in parallel on the cores of this rank, all others in
-        turn."""
+        """Score responses: programs and worker verifiers in parallel on the cores of this rank, all
+        other verifiers one after the other."""
         by_name: dict[str, list[int]] = {}
         for index, response in enumerate(responses):
             by_name.setdefault(self._name(response.prompt), []).append(index)
@@ -103,7 +103,7 @@ class RuleReward:
         ]
 
     def _try(self, response: Response) -> RuleScore:
-        """A verifier that cannot read its ground truth gives no score."""
+        """Score a response; a verifier that cannot read its ground truth gives no score."""
         try:
             return self._score(response)
         except ConfigError:

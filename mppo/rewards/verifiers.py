@@ -61,8 +61,8 @@ def final_answer(response: str, ground_truth: str, extra: Mapping[str, Any]) -> 
 def gsm8k(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the last ``#### NUMBER`` (GSM8K's form) is the ground truth, as text without commas.
 
-    This is verl's strict scorer (``reward_score/gsm8k.py``, 0.7.0): neither ``#### 18.`` nor ``####
-    $18`` nor ``#### 18.00`` is 18, and only the last ``GSM8K_END`` characters count.
+    This is verl's strict scorer (``reward_score/gsm8k.py``, 0.7.0): neither ``#### 18.`` nor
+    ``#### $18`` nor ``#### 18.00`` is 18, and only the last ``GSM8K_END`` characters count.
     """
     right = ground_truth.rpartition("####")[2].strip().replace(",", "").replace("$", "")
     if parse_number(right) is None:
@@ -192,7 +192,7 @@ def unknown(key: str, name: str, known: Sequence[str]) -> ConfigIssue:
 
 
 def known_verifier(data_source: str) -> str | None:
-    """The verifier of a data source; None: no pattern matches it."""
+    """Return the name of the verifier for a data source; None: no pattern matches it."""
     for pattern, name in BY_DATA_SOURCE:
         if re.fullmatch(pattern, data_source, re.IGNORECASE | re.DOTALL):
             return name

@@ -57,8 +57,8 @@ def _table(mine: Mapping[int, Episode], request: GenerationRequest) -> Tensor:
 
 
 def _sequence(sequence: Episode, prompt: Prompt) -> list[int]:
-    """Number of tokens before it, finish reason, shape of the experts, number of parts, its
-    parts."""
+    """A sequence without tokens: number of tokens before it, finish reason, shape of the experts,
+    number of parts, and its parts."""
     own = torch.equal(sequence.prompt.token_ids, prompt.token_ids)
     before = _OF_REQUEST if own else len(sequence.prompt.token_ids)
     shape, parts = sequence.routed or _NO_EXPERTS, sequence.parts

@@ -110,11 +110,11 @@ def bounded(
     max_bytes: int,
     progress_at: Callable[[], float] | None = None,
 ) -> http.client.HTTPConnection:
-    """Limit time and size of the next answer on a connection, open or not.
+    """Limit time and size of the next answer on a connection.
 
     Args:
-        timeout_s: seconds from now, or from the server's last progress, to the end of the
-            answer.
+        connection: a connection to a server, open or not.
+        timeout_s: seconds from now, or from the server's last progress, to the end of the answer.
         max_bytes: limit of the answer in bytes, headers included.
         progress_at: returns the time of the server's last progress, on the monotonic clock.
     """

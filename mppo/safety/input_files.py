@@ -41,8 +41,7 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises:
         OSError: no such file, or not readable.
-        InputError: the path is a folder, FIFO, device or socket, or the file is a Git LFS
-            pointer.
+        InputError: the path is a folder, FIFO, device or socket, or the file is a Git LFS pointer.
     """
     _check_regular(path, os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -204,7 +203,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_pairs(text: str) -> None:
-    """No encoding and no tokenizer accepts half a surrogate pair."""
+    """Reject half a surrogate pair, which no encoding and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -135,7 +135,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _RedactedStream:
-    """All methods except writing are the stream's own."""
+    """A text stream that hides secrets; all methods except writing are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -153,8 +153,8 @@ class _RedactedStream:
 
 
 def _redact(value: Any, done: dict[int, Any]) -> Any:
-    """``done`` holds the result of each container by id, so a shared container is copied once and a
-    container inside itself becomes ``***``."""
+    """Redact a value. ``done`` holds the result of each container by id, so a shared container is
+    copied once and a container inside itself becomes ``***``."""
     if isinstance(value, str):
         return redact_text(value)
     if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
@@ -189,7 +189,7 @@ def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
 
 
 def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
-    """The item after a flag such as ``--api-key`` is hidden."""
+    """Redact the items of a list; the item after a flag such as ``--api-key`` is hidden."""
     hidden: list[Any] = []
     previous: Any = None
     for each in values:
@@ -245,7 +245,7 @@ def _hide_flag(match: re.Match[str]) -> str:
 
 
 def _forms(secret: str) -> set[str]:
-    """Unchanged, and quoted for a URL."""
+    """Return the spellings of a value in texts: unchanged, and quoted for a URL."""
     return {secret, quote(secret), quote(secret, safe="")}
 
 

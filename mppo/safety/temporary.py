@@ -83,7 +83,7 @@ def remove_leftovers(place: Path | None = None) -> list[Path]:
 
 
 def _make(place: Path) -> tuple[Path, int]:
-    """With the descriptor that locks it."""
+    """Create a folder of this process; return it with the descriptor that locks it."""
     pid = os.getpid()
     prefix = f"mppo-{_host()}-{pid}-{_start_ticks(pid) or 0}-"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
@@ -144,19 +144,19 @@ def _is_served(folder: Path) -> bool:
 
 @cache
 def _host() -> str:
-    """A hash of host name and boot; a container with its own name is another host."""
+    """Return a short hash of host name and boot; a container with its own name is another host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = socket.gethostname() + (boot.read_text() if boot.is_file() else "")
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def _is_running(pid: int, started: int) -> bool:
-    """True if it is unknown whether the process with this id and start time runs."""
+    """Whether the process with this id and start time still runs; True if that is unknown."""
     return not Path("/proc/self/stat").exists() or _start_ticks(pid) == started
 
 
 def _start_ticks(pid: int) -> int | None:
-    """A process's start in ticks since the boot; None if it has ended or is unknown."""
+    """Return a process's start in ticks since the boot; None if it has ended or is unknown."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -141,7 +141,7 @@ def check_run_folder(recipe: Recipe) -> list[ConfigIssue]:
 def _path_issues(
     key: str, name: str, check: Callable[[str, str], Iterator[ConfigIssue]]
 ) -> list[ConfigIssue]:
-    """One for a path that is invalid or not readable."""
+    """The issues that ``check`` finds, or one for a path that is invalid or not readable."""
     try:
         return list(check(key, name))
     except (OSError, ValueError) as error:

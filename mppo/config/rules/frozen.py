@@ -58,7 +58,7 @@ def _are_valid(patterns: Sequence[str]) -> bool:
 
 
 def _obstacle(entries: Sequence[Entry], patterns: Sequence[str]) -> tuple[str, str] | None:
-    """With the fix; None: they can."""
+    """Why these parameters cannot be frozen, and the fix; None: they can."""
     frozen = {entry.name: is_frozen(entry, patterns) for entry in entries}
     states: dict[tuple[int | None, str], set[bool]] = {}
     trained_layers = set()

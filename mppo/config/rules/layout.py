@@ -20,7 +20,7 @@ def divisors(number: int) -> str:
 
 
 def _layout_issue(role: RoleConfig, name: str, value: object, why: str, fix: str) -> ConfigIssue:
-    """Names the key of the role's own model."""
+    """An issue of a key of a role's layout; it names the key of the role's own model."""
     if role.path_key != "model.path":
         why = f"{why} ({role.path_key})"
         if not role.key.startswith(role.name):

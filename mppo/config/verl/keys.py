@@ -69,7 +69,7 @@ class VerlTranslation:
         )
 
     def _set(self, key: str, converted: Any, name: str, value: Any) -> None:
-        """An issue if it already has a different value."""
+        """Set a key of mppo's in place of verl's; an issue if it already has a different value."""
         *sections, last = key.split(".")
         section = self.document
         for part in sections:
@@ -85,7 +85,7 @@ class VerlTranslation:
         self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
-        """``reward.function: file:name``."""
+        """Convert verl's file and name of a reward function to ``reward.function: file:name``."""
         given = self.document.get("custom_reward_function")
         if not isinstance(given, dict) or not given.get("path"):
             return
@@ -96,8 +96,8 @@ class VerlTranslation:
         self._set("reward.function", function, name, path)
 
     def _split_thresholds(self) -> None:
-        """``"0.5_2.0"`` is a lower and an upper bound, and commas divide those of several
-        rejections."""
+        """Convert thresholds of the rollout correction that are texts: ``"0.5_2.0"`` is a lower and
+        an upper bound, and commas divide those of several rejections."""
         algorithm = self.document.get("algorithm")
         section = algorithm.get("rollout_correction") if isinstance(algorithm, dict) else None
         if not isinstance(section, dict):
@@ -122,7 +122,7 @@ class VerlTranslation:
                     self._set(mode, "mask", key, value)  # verl: IcePop
 
     def _divide_micro_batches(self) -> None:
-        """Where the document says how many ranks."""
+        """Convert micro-batch sizes over all ranks, where the document says how many ranks."""
         trainer = self.document.get("trainer")
         trainer = trainer if isinstance(trainer, dict) else {}
         nodes, gpus = trainer.get("nnodes") or 1, trainer.get("n_gpus_per_node")
@@ -139,7 +139,7 @@ class VerlTranslation:
 
 
 def _bounds(value: Any) -> list[tuple[float | None, float]] | None:
-    """None if it is no text of numbers."""
+    """Lower and upper bound of each part of a threshold; None if it is no text of numbers."""
     if not isinstance(value, str):
         return None
     try:
@@ -168,7 +168,7 @@ def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
 
 
 def _names(pattern: str) -> Iterator[str]:
-    """``{a,b}.c`` gives ``a.c`` and ``b.c``."""
+    """Expand alternatives: ``{a,b}.c`` gives ``a.c`` and ``b.c``."""
     pieces = re.split(r"\{(.*?)\}", pattern)
     options = [piece.split(",") if index % 2 else [piece] for index, piece in enumerate(pieces)]
     for choice in product(*options):
@@ -176,7 +176,7 @@ def _names(pattern: str) -> Iterator[str]:
 
 
 def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple]:
-    """Also of every empty mapping."""
+    """Path and value of every entry that is not a mapping, and of every empty mapping."""
     for name, value in document.items():
         if not isinstance(name, str):
             continue
@@ -187,7 +187,7 @@ def _leaves(document: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _copied(document: Mapping[str, Any]) -> dict[str, Any]:
-    """With separate sections: through YAML's aliases two keys can share one object."""
+    """A copy with separate sections: through YAML's aliases two keys can share one object."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in document.items()}
 
 
@@ -196,7 +196,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> None:
-    """Also sections that become empty."""
+    """Remove a key, and sections that become empty."""
     head, *rest = parts
     if rest:
         _pop(document[head], rest)

@@ -74,7 +74,7 @@ class SearchResult:
     @property
     def recipe(self) -> Recipe | None:
         """The recipe with the fastest candidate that fits and trains on samples of the same
-        weights."""
+        weights; None: none fits."""
         fitting = [one.recipe for one in self.best if one.fit.verdict.fits]
         return fitting[0] if fitting else None
 

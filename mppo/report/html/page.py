@@ -92,7 +92,7 @@ def _escaped(text: str) -> str:
 
 
 def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
-    """With the folder where two runs have one name."""
+    """The runs' names; with the folder where two runs have one name."""
     names = [run.name for run in runs]
     return [
         f"{name} ({run.details['folder']})" if names.count(name) > 1 else name

@@ -65,7 +65,7 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
 
 
 def _number(name: str, prefix: str) -> tuple[int, str]:
-    """Rank 10 comes after rank 9."""
+    """Sort key under which rank 10 comes after rank 9."""
     rank = name.removeprefix(prefix)
     return (int(rank), "") if rank.isdecimal() else (0, rank)
 

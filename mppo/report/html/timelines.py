@@ -90,8 +90,8 @@ def _timeline(path: Path, modified: int, size: int) -> Plain:
 
 
 def _compute(rows: Sequence[Sequence[Any]]) -> float:
-    """Mean time of a row's forward and backward passes puts the plan, which counts in forward
-    passes of one role, on the measured scale."""
+    """Mean time of a row's forward and backward passes, which puts the plan on the measured scale:
+    a plan counts in forward passes of one role."""
     from mppo.pipeline.actions import COMPUTE
 
     total = sum(e.end - e.start for row in rows for e in row if e.action.kind in COMPUTE)
@@ -106,7 +106,7 @@ def _shown(rows: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def _ticks(row: Sequence[Any], scale: float, actions: dict[tuple[Any, ...], int]) -> list[int]:
-    """New actions are added to ``actions``."""
+    """The events of a row; new actions are added to ``actions``."""
     from mppo.pipeline.timeline import SHOWN
 
     found, before = [], 0

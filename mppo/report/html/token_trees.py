@@ -65,7 +65,7 @@ def _trees_of(step: int, folder: Path) -> list[Plain]:
 
 
 def _episodes(rows: Sequence[SequenceRow]) -> list[list[int]]:
-    """Of an older dump, each sequence is an episode."""
+    """The indices of each episode's sequences; of an older dump, each sequence is an episode."""
     members: dict[tuple[bool, int], list[int]] = {}
     for index, row in enumerate(rows):
         key = (False, index) if row.episode is None else (True, row.episode)

@@ -48,7 +48,7 @@ class TrackedRun:
     done: int
 
     def known_id(self, tracker: str) -> str | None:
-        """None if the run is new in this tracker."""
+        """The run's identity in a tracker; None if it is new there."""
         return self._ids().get(tracker) if self.done else None
 
     def keep_id(self, tracker: str, identity: str) -> None:

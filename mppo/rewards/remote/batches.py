@@ -45,7 +45,7 @@ class OpenRLHFFormat(OneItemPerResponse):
         return [[(each.prompt.text, each.text, each.prompt.ground_truth)] for each in responses]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The format has no place for ids."""
+        """The texts; the format has no place for ids."""
         return {
             "query": [prompt + response for prompt, response, _ in items],
             "prompts": [prompt for prompt, _, _ in items],

@@ -70,7 +70,7 @@ class RemoteReward:
         return results
 
     def _request(self, items: Sequence[Any], abandoned: threading.Event) -> list[Any]:
-        """``FailedScore`` for items that the server did not score."""
+        """The results of a batch; ``FailedScore`` for items that the server did not score."""
         admission = self._breaker.admit()
         if admission is Admission.REFUSED:
             why = f"the reward server {self._server.shown_url}: {self._breaker.describe()}"

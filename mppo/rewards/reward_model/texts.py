@@ -98,7 +98,7 @@ class RewardModelTexts:
         return [torch.tensor(one) for one in ids]
 
     def _text(self, episode: Episode, response: str) -> str:
-        """An agent's last sequence may begin with more than the prompt."""
+        """Prompt and response; an agent's last sequence may begin with more than the prompt."""
         if episode.result is None:
             return episode.prompt.text + response
         before = episode.prompt.token_ids.tolist()

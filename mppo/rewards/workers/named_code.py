@@ -62,7 +62,7 @@ def _written_at(where: str) -> int:
 
 @cache
 def _imported(name: str, written_at: int) -> Any:
-    """A file that has not changed is executed once: a recipe's check and the run both ask for
-    it."""
+    """``import_function``; a file that has not changed is executed once, though a recipe's check
+    and the run both ask for it."""
     del written_at
     return import_function(name)

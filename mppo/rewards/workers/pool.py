@@ -157,7 +157,7 @@ class WorkerPool:
 
 
 def _end(server: subprocess.Popen[bytes], replies: BinaryIO) -> None:
-    """It kills its workers and exits when its standard input closes."""
+    """End the server: it kills its workers and exits when its standard input closes."""
     assert server.stdin is not None
     with suppress(BrokenPipeError):  # the server has already ended
         server.stdin.close()

@@ -104,7 +104,7 @@ class WorkerServer:
             self._end(one)
 
     def _score(self, seconds: float) -> bool:
-        """Return False if the trainer has ended."""
+        """Score the calls that wait; return False if the trainer has ended."""
         # a single-threaded loop: hand out, wait for a pipe or the nearest time limit, collect
         while self._waiting or any(one.items for one in self._workers):
             self._hand_out()

@@ -131,7 +131,7 @@ def _read_item(requests: int) -> Any:
 
 
 def _answer(function: Function, items: Sequence[Any]) -> Iterator[tuple[bytes, float, str]]:
-    """Items whose call raised are called one by one."""
+    """Make the record of each item; items whose call raised are called one by one."""
     try:
         results = list(function(items))
         if len(results) != len(items):
@@ -174,7 +174,7 @@ def _record(result: Any) -> tuple[bytes, float, str]:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the function's own file on the stack, also if a library raised."""
+    """Name the last line of the function's own file on the stack, also if a library raised."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if os.path.dirname(frame.filename) != OWN_FOLDER]
     own = [frame for frame in frames if frame.filename == frames[0].filename]

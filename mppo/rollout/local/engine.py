@@ -38,7 +38,7 @@ _LOGPROB_TOKENS = 4096
 
 @dataclass
 class LocalGeneration:
-    """Complete when it is made, so nothing is in flight."""
+    """See ``rollout.engine.Generation``; complete when it is made, so nothing is in flight."""
 
     request: GenerationRequest
     responses: list[Episode]
@@ -179,7 +179,7 @@ class LocalEngine:
         return [found[place] for place in range(len(prompts) * n)]
 
     def submit(self, request: GenerationRequest) -> LocalGeneration:
-        """Generate in this thread before returning."""
+        """See ``RolloutEngine.submit``; generates in this thread before it returns."""
         start = time.perf_counter()
         found = self._answers(request)
         seconds = time.perf_counter() - start
@@ -271,7 +271,7 @@ class LocalEngine:
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
     def sync_metrics(self) -> dict[str, float]:
-        """Empty: no bytes are sent."""
+        """See ``RolloutEngine.sync_metrics``; empty: no bytes are sent."""
         return {}
 
     def sleep(self) -> None:

@@ -105,7 +105,7 @@ class SGLangEngine:
             self._start_servers()
 
     def _start_servers(self) -> None:
-        """Collective."""
+        """Start mppo's own servers and put them to sleep; collective."""
         try:
             self._revive()
             self._memory.to_trainer()
@@ -311,7 +311,7 @@ class SGLangEngine:
     # ---- memory and end
 
     def sync_metrics(self) -> dict[str, float]:
-        """Empty with ``rollout.sync_mode`` = full."""
+        """See ``RolloutEngine.sync_metrics``; empty with ``rollout.sync_mode`` = full."""
         return self.slices.metrics() if self.slices is not None else {}
 
     def sleep(self) -> None:

@@ -285,8 +285,8 @@ class Fleet:
     def sleep(self, tags: Sequence[str]) -> None:
         """Release the memory of ``tags`` on every server that holds it; collective.
 
-        All servers have released it on return: a rank that heads no server shares its GPU with one,
-        too.
+        When it returns, all servers have released it: a rank that heads no server shares its GPU
+        with one, too.
         """
 
         def release(server: int, api: SGLangApi) -> None:

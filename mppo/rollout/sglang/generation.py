@@ -110,7 +110,7 @@ class SGLangGeneration:
         return deal_prompts(request.prompts, request.sampling.n, heads)
 
     def _answer_rows(self, api: SGLangApi, job: list[int]) -> dict[int, ServerResponse]:
-        """Runs in any thread."""
+        """Make one server answer some rows; runs in any thread."""
         request, stragglers = self._request, self._stragglers
         if stragglers.reached.is_set():
             return {}

@@ -41,13 +41,13 @@ class ServerTurns:
         self._aborting = threading.Event()
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
-        """The samples of a prompt share a server, which has it in its cache."""
+        """See ``TurnEngine``; the samples of a prompt share a server, which has it in its cache."""
         return deal_prompts(prompts, n, self._fleet.heads)
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
     ) -> list[Turn]:
-        """The servers' seeds are their own."""
+        """See ``TurnEngine``; the servers' seeds are their own."""
         return [self._turn(request, sampling) for request in requests]
 
     def abort(self) -> None:
@@ -83,7 +83,7 @@ class ServerTurns:
         return Turn(*found, self._version, answer.cached, experts)
 
     def _experts(self, tokens: int, answer: ServerResponse) -> Tensor | None:
-        """Those of an aborted turn come with the rest of it."""
+        """See ``Turn``; those of an aborted turn come with the rest of it."""
         shape = self._routing
         if shape is None:
             return None

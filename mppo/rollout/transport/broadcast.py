@@ -49,7 +49,7 @@ class DistributedTransport:
         self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """``servers`` holds all servers on rank 0, none on other ranks."""
+        """See ``WeightTransport``. ``servers`` holds all servers on rank 0, none on other ranks."""
         self._servers, self._version, self._failure = servers, version, None
         if not servers:
             return
