@@ -78,8 +78,8 @@ def check_recipe(
     """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
-        hf_configs: Hugging Face config object of each role's model, by role; rules that need
-            that of an absent role skip the role.
+        hf_configs: Hugging Face config object of each role's model, by role; rules that need one
+            skip a role without it.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
         ranks_per_node: None: ``trainer.n_gpus_per_node``.
     """

@@ -84,9 +84,8 @@ def read_recipe(
     """Load a recipe, with ``section.key=value`` settings of which later ones win, and return its
     issues instead of raising.
 
-    A key that has an issue has its default; without a recipe that is valid then, it is None.
-    ``remarks`` receives a line for the log for every key that has no effect or another meaning than
-    written.
+    Keys with an issue have their default; the recipe is None if that is impossible. ``remarks``
+    receives a line for the log for every key that has no effect or another meaning than written.
     """
     issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}

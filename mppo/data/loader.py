@@ -16,8 +16,7 @@ from mppo.safety.input_error import InputError
 
 
 def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
-    """Check that a batch holds no prompt twice; ConfigError if there are fewer prompts than
-    that."""
+    """Check that a batch holds no prompt twice; ConfigError if there are too few prompts."""
     if batch_size > len(prompt_set):
         raise ConfigError([too_few_prompts(batch_size, len(prompt_set), prompt_set.summary())])
 
@@ -150,8 +149,8 @@ class PromptLoader:
         return [index for _, index in placed]
 
     def _draw(self, source: int, count: int, first: int, end: int) -> Iterator[int]:
-        """Draws ``first`` to ``end`` from ``count`` prompts; each pass over them has an order of
-        its own."""
+        """Yield the prompts of draws ``first`` to ``end`` from a source of ``count`` prompts; each
+        pass over it has an order of its own."""
         while first < end:
             number, start = divmod(first, count)
             order = list(range(count))

@@ -34,8 +34,8 @@ Convert = Callable[[dict[str, Any], Path, str], Converted]
 
 @dataclass(frozen=True)
 class DataRow:
-    """One data row: a text or chat messages, and the ground truth (JSON if it is not a text).
-    Without a column ``data_source`` it is the file's name without its suffix; ``where`` is for
+    """One data row: the prompt, a text or chat messages; the ground truth, JSON if it is not a
+    text; the row's ``data_source``, or the file's name without its suffix; file and line for
     messages."""
 
     prompt: str | list[dict[str, Any]]
@@ -88,8 +88,8 @@ def too_few_prompts(batch_size: int, count: int, summary: str) -> ConfigIssue:
 def read_converted(
     files: Sequence[str], key: str, convert: Convert, fix: str, limit: int | None = None
 ) -> list[Any]:
-    """As ``read_rows``, for records that ``convert`` makes a value of, or refuses by ``BadRow``;
-    ``fix``: what to do about a bad row, for messages."""
+    """Read records as ``read_rows`` reads rows; ``convert`` makes a value of each, or raises
+    ``BadRow``, about which ``fix`` says what to do."""
     # one row of each file in turn, so that a limit takes as many rows from each
     readers = [_Reader(Path(file).expanduser(), key, convert, fix) for file in files]
     turns = deque(readers)
@@ -217,8 +217,7 @@ def _column(content: dict[str, Any], key: str, columns: Sequence[str]) -> str:
 
 
 def look_up(content: dict[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a key of a nested object if the key has dots; or
-    BadRow."""
+    """The value of a column, or of a key of a nested object if the key has dots; else BadRow."""
     if key in content:
         return content[key]
     value: Any = content

@@ -33,8 +33,8 @@ _REFUSED = 3
 async def run(
     client: Any, task: Mapping[str, Any], environment: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run and score an episode, a row of the environment, whose ``openai.AsyncOpenAI`` client the
-    policy answers; for ``rollout.agent.run``.
+    """Run and score an episode of a row of the environment, for ``rollout.agent.run``; the policy
+    answers ``client``, an ``openai.AsyncOpenAI``.
 
     Raises:
         RuntimeError: the environment has ended the episode with an error.

@@ -107,7 +107,7 @@ def write_header(folder: Path, header: StepDump) -> None:
 
 def read_header_of(folder: Path) -> StepDump:
     """Read ``step.json``; InputError if it is missing or belongs to another version of mppo, or
-    names an entry that is not valid with its value."""
+    with the name and value of an entry that is not valid."""
     path = folder / HEADER
     content = read_json(path, nan=True)
     if content.get("format") != _FORMAT:

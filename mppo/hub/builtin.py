@@ -207,8 +207,7 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """Files that transformers opens must be regular and valid JSON; InputError names one that is
-    not."""
+    """Check that files that transformers opens are regular and valid JSON; else InputError."""
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             check_regular_files(place)

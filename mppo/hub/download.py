@@ -21,8 +21,8 @@ LEFT_OUT = ("*/*", "consolidated*.safetensors")
 
 
 def file_patterns(weights: bool, trust_remote_code: bool) -> tuple[str, ...]:
-    """The patterns of the files to download, besides config.json and tokenizer: weights, and the
-    model's Python code."""
+    """Patterns of the files to download: config.json and tokenizer, and if asked for, the weights
+    and the model's Python code."""
     parts = (CONFIG_FILES, WEIGHT_FILES if weights else (), CODE_FILES if trust_remote_code else ())
     return tuple(pattern for part in parts for pattern in part)
 

@@ -13,7 +13,7 @@ class ModelConfigs:
     """Reads the config of a model by its path in the recipe.
 
     If the path is not on this machine, the folder of the same name in ``configs/`` beside the
-    recipe (None: command-line keys only) is read, and a remark tells the user.
+    recipe's file is read, and ``remarks`` tells the user so.
     """
 
     def __init__(self, recipe: Path | None) -> None:
@@ -34,7 +34,8 @@ class ModelConfigs:
         return self._read[name]
 
     def folder(self, name: str) -> Path:
-        """The folder of a model, or the one in ``configs/`` that stands for it; or ConfigError."""
+        """The folder of a model, or the one in ``configs/`` for it; ConfigError if there is
+        neither."""
         from mppo.hub.builtin import resolve_model
 
         try:
@@ -56,7 +57,7 @@ class ModelConfigs:
             return shipped
 
     def _stand_in(self, name: str, missing: ConfigError) -> Path:
-        """Raises ``missing``, the error of the model's own path, if ``configs/`` has none."""
+        """The folder in ``configs/`` for a model; raises ``missing`` if there is none."""
         shipped = None if Path(name).expanduser().exists() else self._shipped(name)
         if shipped is None:
             raise missing

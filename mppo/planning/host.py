@@ -79,7 +79,7 @@ def memory_warnings(
 
     Args:
         gpu: None: the run is on the CPU.
-        memory: bytes of a node that the run may use, as found in ``source``.
+        memory: bytes of a node that the run may use; ``source`` says where that number comes from.
 
     Raises:
         ConfigError: what leaves the GPUs does not fit into the memory of a node.
@@ -105,7 +105,8 @@ def planned_host_issue(need: HostNeed, recipe: Recipe) -> ConfigIssue | None:
 
 
 def host_issue(need: HostNeed, memory: int, source: str) -> ConfigIssue | None:
-    """An issue if a node has less than it needs in its ``memory`` bytes, found in ``source``."""
+    """An issue if a node needs more than its ``memory`` bytes, which ``source`` tells; else
+    None."""
     if need.total <= memory:
         return None
     parts = ", ".join(f"{name} {n / GIB:.1f}" for name, n in need.parts.items())

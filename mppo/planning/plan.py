@@ -62,7 +62,7 @@ class RolePlan:
 
 
 def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> list[RolePlan]:
-    """The plan of every role that a recipe builds, which is valid for this world size."""
+    """The plan of every role of a recipe that is valid for this world size."""
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     plans: list[RolePlan] = []
     for role in recipe.roles():
@@ -180,7 +180,7 @@ def _mini_batches(recipe: Recipe, role: RoleConfig) -> tuple[int, int]:
 def _micro_batches(
     role: RoleConfig, layout: Layout, sequences: int, longest: int, training: bool
 ) -> tuple[int, int]:
-    """For a rank's sequences of maximal length: micro-batches, and the tokens of one."""
+    """The number of micro-batches for sequences of maximal length, and the tokens of one."""
     b = role.batching
     per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.token_budget
     if not training:

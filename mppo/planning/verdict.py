@@ -96,7 +96,7 @@ def beside_trainer(phase: str, outside: Mapping[str, int], engine: Engine | None
 def planned_moments(
     use: RankUse, table: Residency, engine: Engine | None, everything: Residency
 ) -> list[Moment]:
-    """The moments of a planned rank; in ``everything`` all parts would be offloaded."""
+    """The moments of a planned rank; ``everything`` is its table if all parts were offloaded."""
     outside = outside_bytes(use.communicators)
     return [_planned_moment(one, use, table, everything, outside, engine) for one in use.uses]
 

@@ -36,8 +36,7 @@ class RunRecord:
         return [{"step": step, **metrics} for step, metrics in rows]
 
     def frame(self) -> Any:
-        """The metrics as a data frame of pandas, one row per step; InputError if it is not
-        installed."""
+        """The metrics as a data frame of pandas, one row per step; InputError without pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError as error:

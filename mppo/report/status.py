@@ -21,8 +21,8 @@ RunState = Literal["running", "finished", "stopped early", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run: still "running" if it was killed, with the PPO steps that were done when
-    ``mppo``, this version, wrote the file."""
+    """The state of a run, still "running" if it was killed: PPO steps that were done when the file
+    was written, and the version of mppo that wrote it."""
 
     status: RunState
     step: int

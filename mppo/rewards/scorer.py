@@ -99,8 +99,8 @@ class Scorer:
         return [known[number] for number in range(len(episodes))]
 
     def _scores_of_conversations(self, episodes: Sequence[Episode]) -> dict[int, ResponseScore]:
-        """By number; conversations are scored where their agent ran. Collective, raises as
-        ``score``."""
+        """Scores of conversations by number, which are scored where their agent ran. Collective;
+        raises as ``score``."""
         talks = {n: each for n, each in enumerate(episodes) if each.result is not None}
         mine: dict[int, ResponseScore] = {}
         failure: Exception | None = None
@@ -199,7 +199,8 @@ class Scorer:
 
 
 def _by_agent(result: EpisodeResult | None, reward: RewardConfig) -> ResponseScore | None:
-    """None: not yet scored. ValueError if the agent failed, and ``reward.on_error`` is ``stop``."""
+    """The score of a conversation that its agent has scored, or failed on; None: not yet scored.
+    ValueError if the agent failed, and ``reward.on_error`` is ``stop``."""
     if result is None or (result.reward is None and result.error is None):
         return None
     if result.error is not None:

@@ -17,8 +17,7 @@ from mppo.safety.input_error import InputError
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The score of one response by the reward model: its output, ``raw`` and normalised and
-    clipped."""
+    """The score of one response by the reward model: raw, and normalised and clipped."""
 
     raw: float
     score: float
@@ -95,8 +94,8 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
 
 
 def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
-    """The score of a response that has none: the one place where ``reward.on_error`` decides. If it
-    is ``stop``, InputError with the message of ``failed`` and what to set."""
+    """The score of a response that has none: the one place where ``reward.on_error`` decides. If
+    that is ``stop``, it raises an InputError that says what to set."""
     if on_error == "stop":
         raise InputError(f"{failed.message} ({_INSTEAD})")
     return ResponseScore(float(on_error), error=failed.message, unscored=failed.unscored)

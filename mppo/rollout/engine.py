@@ -170,7 +170,9 @@ class RolloutEngine(Protocol):
         the sync check compares engine and actor by these."""
         ...
 
-    def sync_metrics(self) -> dict[str, float]: ...
+    def sync_metrics(self) -> dict[str, float]:
+        """Bytes of the last weight update, if the engine counts them."""
+        ...
 
     def sleep(self) -> None:
         """Release device memory for training."""

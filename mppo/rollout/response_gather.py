@@ -67,7 +67,8 @@ def _sequence(sequence: Episode, prompt: Prompt) -> list[int]:
 
 
 def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, Episode]:
-    """Raises InputError if a log-probability is not finite."""
+    """What a rank knows of its episodes, by index; InputError if a log-probability is not
+    finite."""
     numbers = iter(table.tolist())
     spoiled, key, version, bits = islice(numbers, 4)
     if spoiled:

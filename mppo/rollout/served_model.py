@@ -66,7 +66,7 @@ def _empty_folder(recipe: Recipe) -> Path:
 
 
 def _model_folder(recipe: Recipe) -> Path:
-    """Raises ConfigError if SGLang cannot read the model."""
+    """The folder with the served weights; ConfigError if SGLang cannot read the model."""
     name, model = recipe.model.path, recipe.model
     if model.hub and is_hub_name(name):
         name = str(fetch_model(name, model.hub, True, model.trust_remote_code))

@@ -60,7 +60,8 @@ def _check_content(path: Path, descriptor: int) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in place of a large file; OSError."""
+    """Whether a file is what a clone without Git LFS has instead of a large file. Raises
+    OSError."""
     if not path.is_file() or path.stat().st_size > _LFS_BYTES:
         return False
     with path.open("rb") as stream:
@@ -107,13 +108,12 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
-    """Parse a JSON text (bytes are UTF-8); for ``nan`` see ``read_json``.
-
-    With ``unique`` an object that repeats a key is an error.
+    """Parse a JSON text (bytes are UTF-8). ``unique`` refuses an object that repeats a key; for
+    ``nan`` see ``read_json``.
 
     Raises:
-        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number
-            of thousands of digits or half a surrogate pair.
+        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
+            thousands of digits or half a surrogate pair.
     """
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
     hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant

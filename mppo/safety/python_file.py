@@ -13,7 +13,7 @@ _OWN = str(Path(__file__).parents[1])
 
 def import_file(path: str | Path, name: str) -> ModuleType:
     """Execute a file (``~`` is expanded) as a module; it can import the modules beside it, after
-    installed ones. FileNotFoundError, or any exception of the file's code."""
+    installed ones. Raises FileNotFoundError, and any exception of the file's code."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")

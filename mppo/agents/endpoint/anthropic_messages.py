@@ -29,8 +29,8 @@ class MessagesBody(Body):
     stop_sequences: list[str] | None = None
 
     def ask(self) -> Ask:
-        """The request, with its messages in OpenAI's form; Refusal of what the endpoint does not
-        do."""
+        """The request, with its messages in OpenAI's form; Refusal if it asks for what the endpoint
+        does not do."""
         messages: list[Message] = []
         system = text_of(self.system, "system")
         if system:
@@ -86,7 +86,7 @@ def _messages(given: Any, where: str) -> list[Message]:
 
 
 async def answer_messages(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request; Refusal if it is invalid, or of ``Session.answer``."""
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = MessagesBody.read(content, session.policy.sampling)
     answer = await session.answer(body.ask())
     (choice,) = answer.choices

@@ -31,7 +31,7 @@ class ChatBody(Body):
     stream_options: dict[str, Any] | None = None
 
     def ask(self) -> Ask:
-        """The request; Refusal of what the endpoint does not do."""
+        """The request; Refusal if it asks for what the endpoint does not do."""
         if (self.response_format or {}).get("type", "text") != "text":
             raise invalid("answers are not constrained: leave it out", "response_format")
         if self.top_logprobs:
@@ -54,7 +54,7 @@ def offered_tools(tools: list[Any] | None, choice: Any) -> tuple[Mapping[str, An
 
 
 async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request; Refusal if it is invalid, or of ``Session.answer``."""
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = ChatBody.read(content, session.policy.sampling)
     answer = await session.answer(body.ask())
     head = {

@@ -27,8 +27,8 @@ class CompletionBody(Body):
     stream_options: dict[str, Any] | None = None
 
     def ask(self, vocabulary: int) -> Ask:
-        """The request, with token ids below ``vocabulary``; Refusal of what the endpoint does not
-        do."""
+        """The request, for a vocabulary of so many tokens; Refusal if it asks for what the endpoint
+        does not do."""
         for key in ("echo", "suffix"):
             if getattr(self, key):
                 raise invalid(f"{key} is not supported: leave it out", key)
@@ -49,7 +49,7 @@ class CompletionBody(Body):
 
 
 async def answer_completion(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request; Refusal if it is invalid, or of ``Session.answer``."""
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = CompletionBody.read(content, session.policy.sampling)
     prompts = session.policy.prompts
     answer = await session.answer(body.ask(prompts.vocabulary))

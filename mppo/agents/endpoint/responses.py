@@ -33,8 +33,8 @@ class ResponseBody(Body):
     store: bool | None = None
 
     def ask(self, previous: Mapping[str, list[Message]]) -> Ask:
-        """The request, with its messages in OpenAI's chat form; Refusal of what the endpoint does
-        not do. ``previous``: messages by the id of an earlier answer."""
+        """The request, with its messages in OpenAI's chat form; Refusal if it asks for what the
+        endpoint does not do. ``previous``: messages by the id of an earlier answer."""
         if ((self.text or {}).get("format") or {}).get("type", "text") != "text":
             raise invalid("answers are not constrained: leave it out", "text")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
@@ -97,7 +97,7 @@ def _messages(given: str | list[Any]) -> list[Message]:
 
 
 async def answer_response(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request; Refusal if it is invalid, or of ``Session.answer``."""
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = ResponseBody.read(content, session.policy.sampling)
     ask = body.ask(session.previous)
     answer = await session.answer(ask)

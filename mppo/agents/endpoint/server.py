@@ -206,7 +206,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises InputError if the address is taken or not of this machine."""
+    """A listening socket; InputError if the address is taken or not of this machine."""
     try:
         family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)

@@ -93,13 +93,14 @@ class _Place:
 
 @dataclass(eq=False)
 class Session:
-    """A session.
+    """A session. Nobody can guess its id, which names it in URLs; ``key``: the client's API key.
 
-    reward, numbers: as the agent reports them.
-    ended: set when the agent says that the episode has ended.
-    failure: why the engine did not answer the last request.
-    is_used_up: whether a request was refused because it was one turn or some tokens too many.
-    previous: messages by the id of an answer, for an API that names it.
+    Attributes:
+        reward, numbers: as the agent reports them.
+        ended: set when the agent says that the episode has ended.
+        failure: why the engine did not answer the last request.
+        is_used_up: whether a request was refused because it was one turn or some tokens too many.
+        previous: messages by the id of an answer, for an API that names it.
     """
 
     id: str

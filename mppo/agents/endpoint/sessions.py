@@ -95,8 +95,8 @@ class Sessions:
         return session
 
     async def close(self, session_id: str, error: str | None = None) -> EpisodeRecord:
-        """End a session, with an error if the episode failed, and take what it holds; Refusal if
-        there is no such session, or it is closed."""
+        """End a session and take what it holds; ``error``: why the episode failed. Refusal if there
+        is no such session, or it is closed."""
         session = self.session(session_id)
         del self._open[session.id], self._by_key[session.key]
         self._closed[session.id] = session.key

@@ -10,6 +10,6 @@ from mppo.rollout.turns import Turn
 
 class Generator(Protocol):
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
-        """Generate at least one and at most ``max_tokens`` after all tokens before the turn;
+        """Generate what follows all tokens before the turn, at most ``max_tokens`` (at least 1);
         requests of one session share prefixes. A cancelled call is aborted in the engine."""
         ...

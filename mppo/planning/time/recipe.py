@@ -137,8 +137,8 @@ def recipe_load(
     hf_configs: Mapping[str, Any],
     sequences: StepSequences,
 ) -> StepLoad:
-    """What a step of a recipe computes, which has numbers as token budgets
-    (``with_token_budgets``). Without ``fit`` nothing is offloaded, and there is memory enough."""
+    """What a step of a recipe computes, whose token budgets are numbers (``with_token_budgets``).
+    Without ``fit`` nothing is offloaded, and there is memory enough."""
     world, rollout = plans[0].layout.world, recipe.rollout
     tp = 1 if rollout.name == "local" else rollout.tensor_model_parallel_size
     colocated = rollout.mode == "colocated" and not rollout.urls

@@ -132,8 +132,8 @@ class MicroBatches:
     def of(
         sequences: StepSequences, share: int, limits: MicroBatchLimits, multiple: int = 1
     ) -> MicroBatches:
-        """Cut a rank's ``share`` of the sequences into a multiple of micro-batches, as a run
-        does."""
+        """Cut a rank's ``share`` of the sequences as a run does, into a multiple of
+        ``multiple``."""
         lengths = sequences.sample(share)
         (plan,) = plan_microbatches(lengths, range(len(lengths)), 1, limits, multiple)
         return MicroBatches(len(plan), sum(lengths) / len(plan))

@@ -297,7 +297,7 @@ class Search:
         return sorted([*plain, *self._trained(finer, role)], key=lambda one: one[0])
 
     def _layouts(self, start: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
-        """On the GPUs that the servers leave, without virtual stages and ETP."""
+        """All layouts of a role on the servers' other GPUs, without virtual stages and ETP."""
         world, shape = self._world - start.apart, self._shapes[role]
         experts = (1, 2, 4, 8, 16, 32) if self._sparse[role] else (1,)
         for tp, pp, cp, ep in product(_SIZES, _SIZES, (1, 2), experts):

@@ -61,8 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server on the loopback, not running yet; port 0 is any free one, and OSError means that it
-    is taken. ``url`` is that of the page, with the key."""
+    """A server on the loopback, not running yet; ``url`` is that of the page, with the key. Port 0
+    is any free one; one that is taken raises OSError."""
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         key = secrets.token_hex(16)

@@ -94,8 +94,8 @@ class RemoteReward:
     def _exchange_with_retries(
         self, items: Sequence[Any], tries: int, abandoned: threading.Event
     ) -> list[Any]:
-        """Requests are repeated until each result is a score; ServerFailure if none was answered
-        usably."""
+        """The results of a batch, whose requests are repeated until each is a score; ServerFailure
+        if no request had a usable answer."""
         results: dict[int, Any] = {}
         pending, failure = list(range(len(items))), None
         for attempt in range(tries):

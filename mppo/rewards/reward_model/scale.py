@@ -30,12 +30,9 @@ class RewardModelScale:
         self._measures = config.mode == "measured"
 
     def __call__(self, scores_B: Tensor) -> Tensor:
-        """Scale scores, float32 ``[B]``; the first call of the mode ``measured`` measures them,
-        without numbers that are not finite.
-
-        Raises:
-            InputError: fewer than two different scores are there to measure.
-        """
+        """Scale scores, float32 ``[B]``. The first call of the mode ``measured`` measures them,
+        except for numbers that are not finite; InputError if there are fewer than two different
+        ones."""
         if self.mean is None:
             finite_B = scores_B[scores_B.isfinite()].double()
             std = finite_B.std().item() if len(finite_B) > 1 else 0.0

@@ -70,7 +70,7 @@ def with_reward_model(
     scale: RewardModelScale | None,
     placed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Scorer:
-    """The scorer with the recipe's reward model (None without one) and the arguments of
+    """The scorer with the recipe's reward model, if it has one; for the other arguments see
     ``RewardModelScorer``."""
     if texts is None or role is None or scale is None:
         return scorer

@@ -95,8 +95,8 @@ def die_first() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread of its parent (pid, or 0 if that is in
-    another namespace) ends."""
+    """Have the kernel kill this process when its parent's thread ends. ``parent``: its pid, or 0 if
+    the parent is in another namespace."""
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the call

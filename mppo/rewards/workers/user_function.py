@@ -27,8 +27,8 @@ Item = tuple[str, str, str, dict[str, Any], list[int]]
 
 @dataclass(frozen=True)
 class FunctionForm:
-    """How a function is called: ``batched`` with lists of several responses; as a coroutine
-    function, whose calls for several responses run concurrently; or with the tokens (``IDS``)."""
+    """How a function is called: with lists of several responses (``batched``); as a coroutine
+    function, with concurrent calls for several responses; with the parameter ``IDS``."""
 
     batched: bool = False
     is_async: bool = False
@@ -120,7 +120,7 @@ async def call_concurrently(
 
 
 def _results(found: Any, items: Sequence[Item]) -> Sequence[Any]:
-    """One for each item; NoScore if the function returned something else."""
+    """The results of a batched call, one for each item; NoScore if it returned something else."""
     try:
         if isinstance(found, str | Mapping):
             raise TypeError

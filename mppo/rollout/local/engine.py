@@ -73,8 +73,8 @@ def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Float32 instead of bfloat16 on CPUs without bfloat16 units, where it is many times faster.
-    Weights are rounded to ``dtype`` either way."""
+    """The dtype to compute in: float32 instead of bfloat16 on CPUs without bfloat16 units, where it
+    is many times faster. Weights are rounded to ``dtype`` either way."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     return torch.float32 if slow else dtype
 

@@ -16,8 +16,8 @@ from mppo.rollout.turns import Turn, TurnRequest, deal_prompts
 
 
 class LocalTurns:
-    """Continues up to ``batch_size`` texts in one batch; ``stops``: tokens that end a turn,
-    int64."""
+    """A ``TurnEngine`` that continues up to ``batch_size`` texts in one batch; ``stops``: tokens
+    that end a turn, int64."""
 
     calls = 1
 

@@ -26,8 +26,8 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def row_keys(seed: int, uid_R: Tensor, sample_R: Tensor) -> Tensor:
-    """The key of each row's random stream, int64 ``[R]``, of any integer seed, the int64 ``[R]``
-    uids of prompts and sample numbers."""
+    """The key of each row's random stream, int64 ``[R]``, from any integer seed and the int64
+    ``[R]`` uids of prompts and sample numbers."""
     wrapped = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     state = _mix(torch.full_like(uid_R, wrapped) + _GOLDEN)
     state = _mix((state ^ uid_R) + _GOLDEN)

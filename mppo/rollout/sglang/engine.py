@@ -267,7 +267,7 @@ class SGLangEngine:
         return self._pending
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """Raises RuntimeError on every rank if a request could not be served."""
+        """See ``RolloutEngine``; RuntimeError on every rank if a request could not be served."""
         return self.submit(request).collect()
 
     def _wait(self) -> None:

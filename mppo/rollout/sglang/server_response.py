@@ -58,7 +58,7 @@ class ServerResponse:
         return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
     def fault(self, max_tokens: int, vocab_size: int) -> str | None:
-        """What no engine returns that samples ``max_tokens`` from the model; None: nothing."""
+        """Why no engine that samples ``max_tokens`` from the model returns this; None: one may."""
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"
         if len(self.tokens) and (largest := int(self.tokens.max())) >= vocab_size:

@@ -33,8 +33,8 @@ _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 @contextmanager
 def _shared_by_file_name() -> Iterator[None]:
-    """Torch's default passes file descriptors, which works only between a process and its
-    children."""
+    """Share CPU tensors by file name: torch's default passes file descriptors, which works only
+    between a process and its children."""
     before = mp.get_sharing_strategy()
     mp.set_sharing_strategy("file_system")
     try:

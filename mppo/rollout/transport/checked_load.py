@@ -40,7 +40,7 @@ Checksum = tuple[int, int]
 
 
 def tensor_checksum(flat: Tensor) -> Checksum:
-    """The sum of all 32-bit words, and of every second one; uint8, padded with zeros to them."""
+    """The sum of all 32-bit words, and of every second one, of bytes padded with zeros (uint8)."""
     if flat.numel() % _WORD:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % _WORD)])
     words = flat.view(torch.int32)
@@ -120,8 +120,8 @@ def _parameter_name(name: str, held: dict[str, Tensor]) -> str | None:
 
 
 def _part(name: str, tensor: Tensor, held: dict[str, Tensor]) -> Tensor | None:
-    """None if it cannot be located. Experts on a GPU are not compared: the kernel decides their
-    order."""
+    """The part of a parameter that holds a checkpoint's tensor; None if it cannot be located.
+    Experts on a GPU are not compared: the kernel decides their order."""
     parameter_name = _parameter_name(name, held)
     if parameter_name is None:
         return None
