@@ -49,11 +49,8 @@ class ChatRenderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """The conversation's text up to the beginning of a response; ``tools`` are schemas for the
-        template.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template, or it fails or exceeds a limit.
-        """
+        template. ConfigError if the tokenizer has no chat template, or it fails or exceeds a
+        limit."""
         template = template_of(self._tokenizer, self._key)
         if template == CHAT_TEMPLATE:
             return rendered_builtin(self._tokenizer, [messages], True)[0]

@@ -37,11 +37,8 @@ def content_of(key: str, given: Any, rows: Iterable[DataRow]) -> Content:
 
 
 def check_same_rows(contents: Sequence[Content], saved: Sequence[str]) -> None:
-    """Compare the rows of a run with the digests in its checkpoint.
-
-    Raises:
-        ConfigError: an issue for each source whose rows differ.
-    """
+    """Compare the rows of a run with the digests in its checkpoint; ConfigError has an issue for
+    each source whose rows differ."""
     issues = [
         ConfigIssue(
             content.key,

@@ -30,11 +30,8 @@ _VALUE_BYTES = 8
 
 
 def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that the recipe names under ``key``.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or the file is not readable or exceeds a limit.
-    """
+    """Yield the rows of a file that the recipe names under ``key``; ConfigError if pyarrow is not
+    installed, or the file is not readable or exceeds a limit."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:

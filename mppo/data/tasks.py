@@ -121,11 +121,8 @@ class CountLetters:
 
 
 class ReasoningGym:
-    """A task family of the package reasoning_gym, such as ``chain_sum`` or ``gsm_symbolic``.
-
-    Raises:
-        ConfigError: the package is missing, or has no such family or parameter.
-    """
+    """A task family of the package reasoning_gym, such as ``chain_sum`` or ``gsm_symbolic``;
+    ConfigError if the package is missing, or has no such family or parameter."""
 
     SIZE = 1_000_000  # some families draw this many numbers when they are created
 
@@ -161,11 +158,8 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def task(name: str, **kwargs: Any) -> Task:
-    """Create a task by a key of ``TASKS``, or ``reasoning_gym:NAME``.
-
-    Raises:
-        ConfigError: unknown task or parameter, or a parameter out of range.
-    """
+    """Create a task by a key of ``TASKS``, or ``reasoning_gym:NAME``; ConfigError if the task or a
+    parameter is unknown, or a parameter out of range."""
     if name.startswith(REASONING_GYM):
         return ReasoningGym(name.removeprefix(REASONING_GYM), **kwargs)
     if name not in TASKS:

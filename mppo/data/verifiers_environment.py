@@ -34,11 +34,8 @@ async def run(
     client: Any, task: Mapping[str, Any], environment: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run and score an episode of a row of the environment, for ``rollout.agent.run``; the policy
-    answers ``client``, an ``openai.AsyncOpenAI``.
-
-    Raises:
-        RuntimeError: the environment has ended the episode with an error.
-    """
+    answers ``client``, an ``openai.AsyncOpenAI``. RuntimeError if the environment has ended the
+    episode with an error."""
     from verifiers.clients import OpenAIChatCompletionsClient
 
     split, place = task["extra_info"][_PLACE]

@@ -72,12 +72,8 @@ def read_batch_tensor(folder: Path, name: str) -> Tensor:
 
 def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None) -> Experience:
     """Read sequences (``held``: indices, ascending; None: all) that one or several ranks have
-    written.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: a file is missing or damaged, or a sequence is
-            in no file.
-    """
+    written; ValueError, KeyError, TypeError or OSError if a file is missing or damaged, or a
+    sequence is in no file."""
     try:
         return _read(folder, ranks, held)
     except (SafetensorError, RuntimeError, IndexError) as error:  # tensors that do not fit together

@@ -138,12 +138,8 @@ def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0)
 
 def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read the transformers config of a Hugging Face folder, or of the one beside a Megatron
-    checkpoint; ``trust_remote_code`` runs Python code of the folder.
-
-    Raises:
-        InputError: ``config.json`` is missing or unreadable, names an unknown family, or holds
-            a value out of range.
-    """
+    checkpoint; ``trust_remote_code`` runs Python code of the folder. InputError if it is missing or
+    unreadable, names an unknown family, or holds a value out of range."""
     from transformers import AutoConfig
 
     from mppo.weights.hf.config_file import CONFIG, read_config_file

@@ -42,11 +42,7 @@ ARCHITECTURE_KEYS = (
 
 def prepare(out_dir: str | Path) -> Path:
     """Convert the model into a new or empty folder: config.json, model.safetensors (bfloat16),
-    tokenizer and chat template.
-
-    Raises:
-        InputError: a package is missing, or the folder is not empty.
-    """
+    tokenizer and chat template. InputError if a package is missing, or the folder is not empty."""
     out_dir = Path(out_dir).expanduser()
     if out_dir.exists() and any(out_dir.iterdir()):
         raise InputError(f"{out_dir}: is not empty; name a new folder")

@@ -69,11 +69,7 @@ class RunPlan:
 
     def timing(self, options: TimeOptions) -> Callable[[], str]:
         """Check the options; return a function that predicts, draws and searches as far as asked,
-        and describes it.
-
-        Raises:
-            ConfigError: an option is wrong, or the library is missing.
-        """
+        and describes it. ConfigError if an option is wrong, or the library is missing."""
         timing = Timing.of(self.recipe, self.fit.gpu, options)
         return lambda: self._predicted(timing)
 
@@ -103,13 +99,8 @@ class RunPlan:
 def plan_run(
     recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any], gpu: str | None = None
 ) -> RunPlan:
-    """Plan a run: who is where in which phase, and the verdict.
-
-        gpu: name of the GPU, or its memory in GiB; None: the recipe's GPU, or the default.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
+    """Plan a run: who is where in which phase, and the verdict. ``gpu``: its name or its memory in
+    GiB; None: the recipe's, or the default. ConfigError if there is no such GPU."""
     device = planned_gpu(recipe, gpu)
     plans = plan_roles(recipe, world_size, hf_configs)
     fit = plan_fit(recipe, plans, device)

@@ -24,8 +24,6 @@ from mppo.planning.residency import (
 
 @dataclass(frozen=True)
 class RankPart:
-    """One role on one rank."""
-
     memory: Memory
     passes: StagePasses
 

@@ -47,12 +47,10 @@ def score_divided(
     score: Callable[[Sequence[tuple[Prompt, Tensor]]], list[ResponseScore]],
     episodes: Sequence[Episode],
 ) -> list[ResponseScore]:
-    """Score an even part of the responses on every rank and return all scores on every rank.
+    """Score an even part of the responses on every rank and return all scores on every rank;
+    ScoringError if it failed on some rank.
 
     Collective if there is a process group. Tokens of responses that their home does not score move.
-
-    Raises:
-        ScoringError: scoring failed on some rank.
     """
     wanted: list[list[int]] = [[] for _ in range(group_size())]
     homes = [each.home for each in episodes]
@@ -75,13 +73,11 @@ def exchange_scores(
     episodes: Mapping[int, Episode],
     failure: Exception | None,
 ) -> dict[int, ResponseScore]:
-    """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
+    """Gather the scores of all ranks, or raise ScoringError on all if one has a ``failure``
+    (``exchange_results``). Collective if there is a process group.
 
     Rewards of tokens stay on, or move to, the rank that holds the response; those under a key that
     is not in ``episodes`` are dropped.
-
-    Raises:
-        ScoringError: some rank passed a ``failure`` (see ``exchange_results``).
     """
     sent = {key: replace(each, token_rewards=()) for key, each in mine.items()}
     rewarded = [key for key, each in mine.items() if each.token_rewards and key in episodes]
@@ -122,16 +118,8 @@ def _bring_rewards(
 
 
 def exchange_results(result: T, failure: Exception | None) -> list[T]:
-    """Gather the results of all ranks by rank, or raise on all. Collective if there is a process
-    group.
-
-    Args:
-        result: of this rank: any object that can be pickled.
-        failure: this rank's exception, None if it succeeded. The other ranks get its message.
-
-    Raises:
-        ScoringError: some rank passed a failure.
-    """
+    """Gather the results of all ranks, which can be pickled, or raise ScoringError on all with the
+    message of a rank's ``failure``. Collective if there is a process group."""
     message = None if failure is None else str(failure)
     if message is not None and not isinstance(failure, ValueError):
         # the text of a KeyError, say, is only the key

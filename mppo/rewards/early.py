@@ -46,11 +46,8 @@ class EarlyScores:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def finish(self, keys: Sequence[int], episodes: Sequence[Episode]) -> list[ResponseScore]:
-        """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
-
-        Raises:
-            ScoringError: scoring failed on some rank.
-        """
+        """Return what ``Scorer.score`` returns, and score now what was not taken early. Collective;
+        ScoringError if scoring failed on some rank."""
         by_key = dict(zip(keys, episodes, strict=True))
         failure: Exception | None = None
         try:

@@ -146,10 +146,7 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> FunctionReward:
-    """Import the function of ``reward.function`` and check its signature before a worker starts.
-
-    Raises:
-        ConfigError: the function cannot be imported, or does not accept the arguments.
-    """
+    """Import the function of ``reward.function`` and check its signature before a worker starts;
+    ConfigError if it cannot be imported, or does not accept the arguments."""
     function = import_callable(KEY, name, "function", "name a function of it")
     return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)

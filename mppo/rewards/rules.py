@@ -128,12 +128,9 @@ class RuleReward:
         return self._pools[name]
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Score each prompt's ground truth, to find unusable prompts before the first rollout.
-
-        Raises:
-            ConfigError: a data source has no verifier, or a package is missing.
-            InputError: a verifier cannot read its ground truth.
-        """
+        """Score each prompt's ground truth, to find unusable prompts before the first rollout;
+        ConfigError without a verifier or its package, InputError if it cannot read its ground
+        truth."""
         for prompt in prompts:
             name, response = self._name(prompt), Response(prompt, prompt.ground_truth)
             if self._runs_elsewhere(name):

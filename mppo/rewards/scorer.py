@@ -54,11 +54,9 @@ class Scorer:
     has_agent: bool = False
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Run the rule verifiers on the first prompt of each data source and verifier.
-
-        An agent may give all scores itself: with one, a data source needs no verifier. A prompt
-        that cannot be scored raises ConfigError or ValueError.
-        """
+        """Run the rule verifiers on the first prompt of each data source and verifier; ConfigError
+        or ValueError for a prompt that cannot be scored. An agent may give all scores itself: with
+        one, a data source needs no verifier."""
         if isinstance(self.reward_function, RuleReward):
             first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
             has_verifier = self.reward_function.has_verifier
@@ -70,10 +68,7 @@ class Scorer:
         """Score responses with reward function and reward model, and shape the scores.
 
         Collective: each rank scores a part of the responses and gets the scores of all.
-
-        Raises:
-            ScoringError: on every rank: a response could not be scored; the message names the
-                prompt.
+        ScoringError on every rank names the prompt of a response that could not be scored.
         """
         return self.finish_scores(self.raw_scores_divided(episodes), episodes)
 
@@ -148,7 +143,6 @@ class Scorer:
         given: Sequence[tuple[Prompt, Tensor]],
         results: Sequence[EpisodeResult | None] | None = None,
     ) -> list[ResponseScore]:
-        """Decode and score responses, given by prompt and tokens."""
         if not given:
             return []
         ids = [each.tolist() for _, each in given]

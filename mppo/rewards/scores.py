@@ -61,10 +61,7 @@ def read_scores(
 ) -> list[ResponseScore]:
     """Check what a reward function returned: for each response a value that ``read_result`` reads,
     a ``FailedScore`` or an ``Unscored``. If their number is wrong, no response has a score.
-
-    Raises:
-        InputError: a response has no score, and ``on_error`` is ``stop``.
-    """
+    InputError if one has none, and ``on_error`` is ``stop``."""
     if len(results) != len(responses):
         why = f"is missing: {len(results)} results came for {len(responses)} responses"
         results = [FailedScore(no_score(why, response)) for response in responses]

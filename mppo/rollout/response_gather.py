@@ -27,11 +27,8 @@ def gather_episodes(
     world: int,
 ) -> dict[int, Episode]:
     """The episodes that all ranks received, by index in the result of the request: this rank's with
-    tokens, those of others without. Collective.
-
-    Raises:
-        InputError: on every rank, if a log-probability is not finite.
-    """
+    tokens, those of others without. Collective; InputError on every rank if a log-probability is
+    not finite."""
     everyone = all_gather_varlen(_table(mine, request), world)
     found: dict[int, Episode] = {}
     for home, table in enumerate(everyone):

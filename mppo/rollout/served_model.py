@@ -22,11 +22,8 @@ from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
 def server_start(
     config: Path, overrides: Sequence[str], empty: bool, on_cpu: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """SGLang's options, without address and key, and environment variables to add, for a recipe.
-
-    Raises:
-        ConfigError: the recipe is invalid, or the model cannot be served.
-    """
+    """SGLang's options, without address and key, and environment variables to add, for a recipe;
+    ConfigError if it is invalid, or the model cannot be served."""
     remarks: list[str] = []
     recipe, issues = read_recipe(config, overrides, remarks)
     if recipe is None or issues:

@@ -34,11 +34,8 @@ class SyncCheck:
         self._sequences = torch.randint(oracle.vocab_size, shape, generator=generator).tolist()
 
     def compare(self, logprobs: Callable[[Sequence[Sequence[int]]], Scores], version: int) -> None:
-        """Compare the servers' log-probabilities with the oracle's; collective.
-
-        Raises:
-            RuntimeError: on every rank: a difference exceeds the tolerance.
-        """
+        """Compare the servers' log-probabilities with the oracle's. Collective; RuntimeError on
+        every rank if a difference exceeds the tolerance."""
         ours, theirs = self.oracle.logprobs(self._sequences), logprobs(self._sequences)
         gap = (torch.tensor(ours) - torch.tensor(theirs)).abs().nan_to_num(nan=float("inf"))
         if gap.max() > self._tolerance:

@@ -87,11 +87,7 @@ class TurnEngine(Protocol):
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
     ) -> list[Turn]:
-        """Continue texts; from any thread.
-
-        Raises:
-            EngineLost: every server of this rank failed.
-        """
+        """Continue texts, from any thread; EngineLost if every server of this rank failed."""
         ...
 
     def abort(self) -> None:

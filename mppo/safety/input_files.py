@@ -88,11 +88,8 @@ def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
 
 def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
     """Read the JSON object in a regular file; ``nan`` accepts ``NaN`` and ``Infinity``, which
-    Python writes.
-
-    Raises:
-        InputError: the file is missing or not readable, is not a JSON object, or repeats a key.
-    """
+    Python writes. InputError if it is missing or not readable, is no JSON object, or repeats a
+    key."""
     try:
         text = read_text(path)
     except OSError as error:
@@ -108,13 +105,9 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
-    """Parse a JSON text (bytes are UTF-8). ``unique`` refuses an object that repeats a key; for
-    ``nan`` see ``read_json``.
-
-    Raises:
-        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
-            thousands of digits or half a surrogate pair.
-    """
+    """Parse a JSON text (bytes are UTF-8); ``unique`` refuses an object that repeats a key, and for
+    ``nan`` see ``read_json``. InputError if it is not JSON, is nested deeper than ``MAX_DEPTH``, or
+    holds a number of thousands of digits or half a surrogate pair."""
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
     hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
     try:

@@ -147,7 +147,6 @@ class LayoutChoice(RoleChoice):
         return replace(self, **none, own=own)
 
     def applied(self, recipe: Recipe, sparse: Mapping[str, bool], world: int) -> Recipe:
-        """The recipe with this choice."""
         sections: dict[str, Any] = {
             name: self.of(name).trained(getattr(recipe, name), sparse[name])
             for name in ("actor", "critic")

@@ -62,11 +62,8 @@ class Timing:
 
     @staticmethod
     def of(recipe: Recipe, gpu: GpuType, options: TimeOptions) -> Timing:
-        """Check the options and load the measured kernels.
-
-        Raises:
-            ConfigError: the library is not installed, or an option is wrong.
-        """
+        """Check the options and load the measured kernels; ConfigError if the library is not
+        installed, or an option is wrong."""
         means = (options.prompt, options.response)
         sequences = recipe_sequences(recipe, *means, options.lengths, options.turns)
         check_upkeep(recipe, options.upkeep)
@@ -79,7 +76,6 @@ class Timing:
     def predict(
         self, recipe: Recipe, plans: Sequence[RolePlan], fit: Fit, hf_configs: Mapping[str, Any]
     ) -> tuple[StepLoad, Prediction]:
-        """Predict the time of a step."""
         recipe = with_token_budgets(recipe, plans[0].layout.world, hf_configs)
         load = recipe_load(recipe, plans, fit, hf_configs, self.sequences)
         found = predict_step(load, self.kernels)
@@ -90,7 +86,6 @@ class Timing:
 
 
 def describe_prediction(load: StepLoad, prediction: Prediction, price: float | None = None) -> str:
-    """Describe a prediction."""
     sequences = load.sequences
     lengths = f"{sequences.prompt:,.0f} + {sequences.response:,.0f}"
     rows = [("phase", "predicted s", "share", "MFU", "bound by")]

@@ -86,13 +86,9 @@ def recipe_sequences(
 
 
 def dumped_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
-    """Mean tokens of a prompt, and the ascending lengths of all responses, of dumped steps.
-    Args:
-        path: a run folder, its folder ``rollouts``, or the folder of one step.
-
-    Raises:
-        ConfigError: there is no dumped step, or one cannot be read.
-    """
+    """Mean tokens of a prompt, and the ascending lengths of all responses, of the dumped steps of a
+    run folder, of its folder ``rollouts``, or of a step's folder. An agent's tokens between those
+    of the policy belong to the response. ConfigError if there is none, or one cannot be read."""
     prompts, responses = list[int](), list[int]()
     fix = "give the folder of a run with trainer.dump_rollouts=true"
     for folder in dumped_steps(path).values():

@@ -45,8 +45,6 @@ _TOKENS = (4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A candidate that was planned."""
-
     choice: LayoutChoice
     recipe: Recipe
     prediction: Prediction

@@ -31,11 +31,7 @@ _POLICY = (
 
 def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str, Any]:
     """What a page shows of some runs; ``runs`` are the metrics of the only folder, if they are in
-    memory.
-
-    Raises:
-        ValueError: a line of a metrics.jsonl is not valid.
-    """
+    memory. ValueError if a line of a metrics.jsonl is not valid."""
     found = [read_run_data(folder, runs) for folder in folders]
     return {
         "runs": [
@@ -50,7 +46,6 @@ def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str,
 
 
 def write_page(folder: Path, runs: History) -> None:
-    """Write the page of a run into its folder."""
     replace_text(folder / PAGE, page_text(page_data([folder], runs)))
 
 

@@ -81,11 +81,8 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 
 def load_classifier_format(options: ClassifierOptions) -> ClassifierFormat:
-    """Read the tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or lacks the chat template that the options need.
-    """
+    """Read the tokenizer; ConfigError if it is missing, or lacks the chat template that the options
+    need."""
     key = "reward.kwargs.tokenizer_path"
     try:
         tokenizer = load_tokenizer(resolve_model(options.tokenizer_path))

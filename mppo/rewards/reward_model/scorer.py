@@ -42,12 +42,8 @@ class RewardModelScorer:
     placed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, episodes: Sequence[Episode]) -> list[ModelScore]:
-        """Score responses. Collective.
-
-        Raises:
-            ScoringError: on every rank: the responses have no tokens of the reward model, or its
-                scores no deviation.
-        """
+        """Score responses. Collective; ScoringError on every rank if the responses have no tokens
+        of the reward model, or its scores no deviation."""
         with phase(SCORING):
             held, lengths = self.texts.tokens(episodes)
             homes = [each.home for each in episodes]

@@ -115,11 +115,7 @@ def reward_model_texts(
     recipe: Recipe, actors: PreTrainedTokenizerBase, hf_config: Any
 ) -> RewardModelTexts | None:
     """Read the reward model's tokenizer, and choose how its tokens are made; None without a reward
-    model.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or the chat template that the recipe needs.
-    """
+    model. ConfigError if the tokenizer is missing, or the chat template that the recipe needs."""
     section, data = recipe.reward_model, recipe.data
     if section.path is None or not section.in_use:
         return None

@@ -81,13 +81,9 @@ class ScoringTask:
 def work(
     task: ScoringTask, function: Function | None, parent: int, requests: int, records: int
 ) -> None:
-    """Score items until ``requests`` ends; never returns.
-
-    Args:
-        function: the function of a confined task, which the server has loaded; else None.
-        parent: pid of the process that forked this one.
-        requests, records: descriptors to read from and to write to.
-    """
+    """Score items until ``requests`` ends, for the parent process (its pid); never returns. The
+    server has loaded ``function`` for a confined task; ``requests`` and ``records`` are descriptors
+    to read from and to write to."""
     try:
         _prepare(task, parent, requests, records)
         function = function or task.load()

@@ -222,11 +222,8 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
-        """See ``RolloutEngine.update_weights``.
-
-        Raises:
-            InputError: the stream does not fit the model; the engine has no weights afterwards.
-        """
+        """See ``RolloutEngine.update_weights``. InputError if the stream does not fit the model;
+        the engine has no weights afterwards."""
         self._version = None
         self._move(self._device)
         self._sink.fill(buckets)

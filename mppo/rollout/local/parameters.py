@@ -72,12 +72,9 @@ class ParameterSink:
         self._kept_wide = frozenset(n for n in self._views if n.endswith(WIDE_BUFFER))
 
     def fill(self, buckets: Iterable[NamedTensors]) -> None:
-        """Copy all tensors of a stream.
-
-        Raises:
-            InputError: a name is unknown, a shape is wrong, or tensors are missing. Raised after
-                the stream is drained, because producing it is collective.
-        """
+        """Copy all tensors of a stream. InputError if a name is unknown, a shape is wrong, or
+        tensors are missing, raised after the stream is drained, because producing it is
+        collective."""
         seen: set[str] = set()
         faults: list[str] = []
         with torch.no_grad():

@@ -43,12 +43,8 @@ def add_answers(
     world: int,
 ) -> dict[int, Episode]:
     """Responses by ``prompt * n + sample``: those known, continued by ``mine``, and what all ranks
-    received; collective.
-
-    Raises:
-        RuntimeError: on every rank, if routed experts are missing.
-        ValueError: on every rank, if a log-probability is not finite.
-    """
+    received. Collective; on every rank RuntimeError if routed experts are missing, and ValueError
+    if a log-probability is not finite."""
     received: dict[int, Episode] = {}
     error = None
     for key, answer in mine.items():

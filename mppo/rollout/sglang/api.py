@@ -70,11 +70,8 @@ class SGLangApi:
         return self.client.post("/generate", body, None, lambda: self._progress_at, parse)
 
     def is_up(self) -> bool:
-        """Return whether the server answers a health check within a few seconds.
-
-        Raises:
-            RequestRefused: another program than an SGLang server answers.
-        """
+        """Return whether the server answers a health check within a few seconds; RequestRefused if
+        another program than an SGLang server answers."""
         try:
             self.client.get("/health", timeout_s=_QUICK_S)
         except ServerLost:
@@ -106,12 +103,8 @@ class SGLangApi:
         parameters: dict[str, Any] | Sequence[dict[str, Any]],
         routed_experts: bool = False,
     ) -> list[ServerResponse]:
-        """Generate one response to each prompt.
-
-        Raises:
-            ServerLost: no answer, one of another form, or the server failed to finish a response;
-                all responses of the call are lost.
-        """
+        """Generate one response to each prompt. ServerLost if there is no answer, it has another
+        form, or the server failed to finish a response; all responses of the call are lost."""
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": parameters,
@@ -126,10 +119,7 @@ class SGLangApi:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token but the first, at temperature 1; NaN: not finite.
-
-        Raises:
-            ServerLost: no answer, or one of another form.
-        """
+        ServerLost if there is no answer, or it has another form."""
         body = {
             "input_ids": [list(sequence) for sequence in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},

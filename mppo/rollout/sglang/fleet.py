@@ -187,11 +187,7 @@ class Fleet:
 
     def revive(self) -> list[int]:
         """Connect to new servers, and restart lost ones; return those of this rank, which hold no
-        weights. Collective.
-
-        Raises:
-            RuntimeError: on every rank, if a server does not start.
-        """
+        weights. Collective; RuntimeError on every rank if a server does not start."""
         new, error = self.missing(), None
         try:
             for server in new:  # all of them, before the first is waited for

@@ -183,11 +183,8 @@ def _rope(hf_config: Any) -> dict[str, Any]:
 
 
 def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[ConfigIssue]:
-    """Recipes whose rollout engine would compute another model than the actor, or lose weights.
-
-    Raises:
-        ValueError: the actor does not support the model either.
-    """
+    """Recipes whose rollout engine would compute another model than the actor, or lose weights;
+    ValueError if the actor does not support the model either."""
     if recipe.rollout.name != "sglang":
         return
     actor, shape = family_config(hf_config), model_shape(hf_config)

@@ -51,11 +51,8 @@ class Requests:
         return InFlightRequests(lambda: self.fleet.apis, jobs, call, max_in_flight, stragglers)
 
     def join(self, requests: InFlightRequests) -> dict[int, Any]:
-        """Wait for requests; return the results there are, by job index. Collective.
-
-        Raises:
-            RuntimeError: on every rank, if a request of some rank failed.
-        """
+        """Wait for requests; return the results there are, by job index. Collective; RuntimeError
+        on every rank if a request of some rank failed."""
         return self._result(requests, may_interrupt=False).results
 
     def collect(

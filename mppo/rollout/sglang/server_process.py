@@ -102,12 +102,8 @@ class ServerProcess:
             log.write(f"mppo: {line}\n")
 
     def wait_until_up(self) -> None:
-        """Wait until the server answers; restart it if it is killed meanwhile.
-
-        Raises:
-            ServerError: the server ended, or did not answer within ``start_timeout_s``; the message
-                has its last output.
-        """
+        """Wait until the server answers; restart it if it is killed meanwhile. ServerError with its
+        last output if it ended, or did not answer within ``start_timeout_s``."""
         starts, deadline = 1, time.monotonic() + self._start_timeout_s
         print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):

@@ -69,11 +69,8 @@ class ServerResponse:
 
 
 def parse_responses(text: bytes) -> list[ServerResponse]:
-    """Read an answer to ``/generate``: JSON of one response or of a list of responses.
-
-    Raises:
-        InputError: the text is not JSON, or a response has another form.
-    """
+    """Read an answer to ``/generate``: JSON of one response or of a list of responses; InputError
+    if it is not JSON, or a response has another form."""
     collects = gc.isenabled()
     gc.disable()  # a collection would visit the millions of objects that live until the end of this
     try:

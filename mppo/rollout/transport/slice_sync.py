@@ -148,7 +148,6 @@ class SliceSync:
         self._stream: SliceStream | None = None
 
     def accepts(self, buckets: Iterable[WeightBucket]) -> TypeGuard[WeightSource]:
-        """Return whether the weights are available as slices."""
         return isinstance(buckets, WeightSource) and buckets.slices is not None
 
     def send(self, source: WeightSource, version: int, servers: Collection[int]) -> None:
