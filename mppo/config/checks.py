@@ -78,10 +78,10 @@ def check_recipe(
     """Apply every rule between keys, layouts and models. Reads no file.
 
     Args:
-        hf_configs: Hugging Face config object of each role's model, by role; rules that need one
-            skip a role without it.
+        hf_configs: Hugging Face config object of each role's model, by role; rules that need the
+            config of a role that is absent skip that role.
         keys_with_issues: keys that already have an issue; rules that read one of them are skipped.
-        ranks_per_node: None: ``trainer.n_gpus_per_node``.
+        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
     """
     issues: list[ConfigIssue] = []
     shapes = {}
