@@ -57,15 +57,12 @@ def load(source: str | Path | Mapping[str, Any], *overrides: str) -> Recipe:
 
 
 def plan(recipe: Recipe, world_size: int | None = None, gpu: str | None = None) -> RunPlan:
-    """Plan a run as ``mppo-plan`` does; it needs neither a GPU nor weights.
+    """Plan a run as ``mppo-plan`` does, without a GPU or weights: printable, with ``fits``,
+    ``verdict`` and ``memory`` by phase and role.
 
     Args:
-        recipe: the recipe.
         world_size: number of ranks; None: those of the launcher, or as the recipe says.
         gpu: name of the GPU, or its memory in GiB; None: the recipe's, or the default.
-
-    Returns:
-        The plan, printable, with ``fits``, ``verdict`` and ``memory`` by phase and role.
 
     Raises:
         ConfigError: the recipe cannot be run.
@@ -83,7 +80,6 @@ def train(
     """Train as ``mppo-train`` does: in this process, or on every rank that a launcher started.
 
     Args:
-        recipe: the recipe.
         reward: scores responses, with the parameters of ``reward.function``; it runs in this
             process, without the limits of ``reward.*``. None: as the recipe says.
         agent: answers the policy's turns, as ``rollout.agent.path`` does; in this process too.

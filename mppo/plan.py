@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_plan_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options of a plan to a parser."""
     ranks = "number of ranks; default: nodes x GPUs of the recipe, or the fewest"
     parser.add_argument("--world-size", type=int, help=ranks)
     simulated = "after the plan, run every pipeline stage on a simulated GPU (docs/simulation.md)"
@@ -76,14 +75,8 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def print_plan(arguments: argparse.Namespace) -> int:
-    """Check a recipe and print its plan on the first rank.
-
-    Args:
-        arguments: ``config``, ``overrides`` and those of ``add_plan_options``.
-
-    Returns:
-        The exit code of the plan, or of the simulation that follows it if that is not 0.
-    """
+    """Check the recipe of ``arguments`` and print its plan on the first rank; return the exit code
+    of the plan, or of the simulation that follows it if that is not 0."""
     set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     try:
         info, _ = start_guarded()
@@ -128,7 +121,6 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
 
 
 def _time_options(arguments: argparse.Namespace) -> TimeOptions:
-    """What is asked of a prediction."""
     from mppo.planning.time.describe import TimeOptions
     from mppo.planning.time.role_load import AgentTurns
     from mppo.planning.time.upkeep import Upkeep
@@ -181,7 +173,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _plain(value: object) -> object:
-    """The value of an option as it was given."""
     return str(value) if isinstance(value, Path) else value
 
 

@@ -35,13 +35,12 @@ CLOCK_SKEW_S = 30.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node's software, devices, disk and clock.
+    """One node's software (versions by package, "absent" if it is not installed), devices, disk and
+    clock.
 
     Args:
-        packages: version by package, "absent" if it is not installed.
         mppo: version and location of mppo.
-        devices: GPUs that torch sees.
-        gpus: GPUs of the node, see ``gpus_of_node``.
+        devices, gpus: GPUs that torch sees, and those of the node (``gpus_of_node``).
         driver: version of the NVIDIA driver; empty without one.
         torch_cuda: version of CUDA for which torch is built; empty: for the CPU.
         clock_s: seconds since the epoch.
@@ -64,7 +63,6 @@ class NodeReport:
 
 
 def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
-    """The report of this node."""
     import torch  # here: --help and judging do not need it
 
     from mppo.parallel import device
@@ -89,14 +87,11 @@ def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
 
 
 def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> list[ConfigIssue]:
-    """Issues of a job's nodes.
+    """Issues of a job's nodes by node, or by the property in which they differ.
 
     Args:
         reports: one per node that answered.
         now_s: this node's clock, seconds since the epoch.
-
-    Returns:
-        The issues; the key is the node, or the property in which nodes differ.
     """
     issues: list[ConfigIssue] = []
     if len(reports) < nodes:
@@ -119,7 +114,6 @@ def compare_nodes(reports: Sequence[NodeReport], nodes: int, now_s: float) -> li
 
 
 def node_table(reports: Sequence[NodeReport]) -> str:
-    """A table with one line per node."""
     head = ("node", "device", "GPUs", "driver", "ranks", "python", "torch", "CUDA", "free disk")
     rows = [head] + [
         (

@@ -47,15 +47,12 @@ class Registry(Mapping[str, Any]):
         """Module and name of each added function."""
 
     def __call__(self, name: str) -> Callable[[Function], Function]:
-        """Make the decorator that adds a function.
-
-        Args:
-            name: as the recipe writes it. A function of the same module and name is replaced: a
-                cell of a notebook may be executed again.
+        """Make the decorator that adds a function; one of the same module and name is replaced: a
+        cell of a notebook may be executed again.
 
         Raises:
-            RegistrationError: no name is given, it is taken, or what is registered is no function,
-                a coroutine function, or has other parameters.
+            RegistrationError: no name is given, it is taken, or what is registered is no
+                function, a coroutine function, or has other parameters.
         """
         if not isinstance(name, str) or not name:
             why = f"{name!r} is no name of a {self.noun}"
@@ -74,7 +71,6 @@ class Registry(Mapping[str, Any]):
         return add
 
     def fill(self, functions: Mapping[str, Any]) -> None:
-        """Set mppo's own functions."""
         assert functions.keys() <= set(self.own)
         self._functions = {**functions, **self._functions}
 
@@ -157,11 +153,8 @@ class Families(Registry):
     def __call__(
         self, name: str, like: str = "llama", **traits: Any
     ) -> Callable[[Function], Function]:
-        """Make the decorator that adds a family.
-
-        Args:
-            name: config.json's ``model_type``.
-            like, traits: see ``FamilyTraits``.
+        """Make the decorator that adds a family for config.json's ``model_type`` ``name``; see
+        ``FamilyTraits``.
 
         Raises:
             RegistrationError: as of a registry; or mppo has no family ``like``, or no such trait.

@@ -19,10 +19,8 @@ from mppo.supervision.rank_guard import start_guarded
 
 @redacted_output()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay a case and print the findings of every rank.
-
-    Exit code 2 for a folder without a case, or with pickles that would run code.
-    """
+    """Print the findings of every rank; exit code 2 for a folder without a case, or with pickles
+    that would run code."""
     parser = argparse.ArgumentParser(prog="mppo-replay", description=__doc__)
     parser.add_argument("folder", type=Path, help="RUN/nonfinite/step_N")
     folder = parser.parse_args(argv).folder

@@ -81,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise ``ConfigError`` if the server cannot listen on that address."""
     try:
         family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as listener:

@@ -117,24 +117,20 @@ def load_checked(
     concerns: Callable[[str], bool] = lambda key: True,
 ) -> Recipe:
     """Load a recipe and check it: keys, rules and files first, then what needs the models' configs.
+    Names of models and data sets on the Hub are replaced by their local folders and files.
 
     Args:
-        overrides: ``section.key=value`` settings.
         world_size: number of ranks; None: the recipe's own (``world_size_of``).
         read_hf_config: reads the config of a model path; None skips all checks of models.
         files: check that all files exist, not only those of code (a dry run needs no others).
-        role_checks: run on every role whose model's config could be read.
-        engine_check: run on the rollout engine if the actor's config could be read.
+        role_checks, engine_check: run on every role, and on the rollout engine, if the model's
+            config could be read.
         remarks: receives a line for every key without effect, or of another meaning than written.
         fetch_model: downloads a model of the Hub, if ``model.hub`` is set.
         fetch_data_set: downloads the data sets of the Hub that the recipe names.
-        ranks_per_node: number of ranks on a node; None: ``trainer.n_gpus_per_node``.
+        ranks_per_node: None: ``trainer.n_gpus_per_node``.
         check_inputs: looks at the recipe's code and data, once their files are there.
         concerns: whether an issue of a key counts; the others are left out.
-
-    Returns:
-        The recipe, with names of models and data sets on the Hub replaced by their local folders
-        and files.
 
     Raises:
         ConfigError: with all issues; those that need a model's config.json only if there are no
@@ -183,7 +179,6 @@ def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
 
 
 def _unless_known(found: Iterable[ConfigIssue], issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
-    """``found`` without the issues of keys that already have one in ``issues``."""
     known = _keys(issues)
     return [issue for issue in found if issue.key not in known]
 
@@ -218,7 +213,6 @@ def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list
     issues: list[ConfigIssue] = []
 
     def local(key: str, section: Any) -> dict[str, tuple[str, ...]]:
-        """The lists of files of a section that name data sets, with their local files."""
         found: dict[str, tuple[str, ...]] = {}
         for field, split in _DEFAULT_SPLITS.items():
             names = getattr(section, field, ())

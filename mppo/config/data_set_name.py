@@ -15,13 +15,8 @@ _NAME = re.compile(rf"{PREFIX}({_PART}/{_PART})(?:/({_PART}))?(?::({_PART}))?")
 
 @dataclass(frozen=True)
 class DataSetName:
-    """A part of a data set.
-
-    Args:
-        name: ``OWNER/NAME``.
-        config: the configuration; None: the default one.
-        split: such as ``train``.
-    """
+    """A part, such as the split ``train``, of a data set ``OWNER/NAME``; config None is the default
+    one."""
 
     name: str
     config: str | None
@@ -34,16 +29,11 @@ def is_data_set(name: str) -> bool:
 
 
 def is_data_set_name(name: str) -> bool:
-    """Whether an entry has the form of a data set's name."""
     return _NAME.fullmatch(name) is not None
 
 
 def parse_data_set(name: str, default_split: str) -> DataSetName:
-    """Parse the name of a data set.
-
-    Raises:
-        InputError: the name does not have this form.
-    """
+    """Parse the name of a data set; InputError if it has another form."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise InputError(f"is not of the form {FORM}")

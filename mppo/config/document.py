@@ -156,11 +156,8 @@ def merge_documents(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[s
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """Read a recipe file and the files of its ``base`` keys.
-
-    Returns:
-        The merged mapping (empty if the file cannot be read) and the issues.
-    """
+    """Read a recipe file and the files of its ``base`` keys: the merged mapping (empty if the file
+    cannot be read) and the issues."""
     return _read_document(path, (), {})
 
 
@@ -184,12 +181,8 @@ def _plain(value: Any) -> Any:
 def _read_document(
     path: Path, chain: tuple[Path, ...], done: dict[Path, dict[str, Any]]
 ) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """``read_document`` for one file of a tree.
-
-    Args:
-        chain: files from the root to this one, each a ``base`` of the one before.
-        done: documents of files that were read before and whose issues are already reported.
-    """
+    """One file of a tree, at the end of a chain in which each is a ``base`` of the one before.
+    ``done``: files that were read before and whose issues are already reported."""
     where = Path(os.path.realpath(path))
     if where in chain or len(chain) == MAX_BASES:
         shown = " -> ".join(str(p) for p in (*chain, where)[-4:])
@@ -258,9 +251,6 @@ def apply_overrides(
     Values are YAML: ``actor.optim.lr=1e-6``, ``data.train_files=[a.jsonl, b.jsonl]``. An empty
     mapping, ``rollout.server_args={}``, takes the place of the mapping that the document has;
     ``~rollout.server_args`` removes a key. Hydra's leading ``+`` is accepted.
-
-    Returns:
-        The new mapping and the issues.
     """
     merged = dict(document)
     issues: list[ConfigIssue] = []
@@ -300,15 +290,8 @@ def _remove(document: dict[str, Any], key: str) -> list[ConfigIssue]:
 
 
 def rename_keys(document: Mapping[str, Any], issues: list[ConfigIssue]) -> dict[str, Any]:
-    """Replace verl's names of keys and sections by mppo's (``RENAMED``).
-
-    Args:
-        document: nested mapping; not changed.
-        issues: receives one issue for every key given under both names with different values.
-
-    Returns:
-        A new mapping with mppo's names only.
-    """
+    """Replace verl's names of keys and sections by mppo's (``RENAMED``), in a new mapping;
+    ``issues`` receives one issue for every key given under both names with different values."""
     renamed = merge_documents({}, document)
     for old, new in RENAMED.items():
         found, value = _pop(renamed, old.split("."))
@@ -334,11 +317,8 @@ def _get(document: Any, parts: Sequence[str]) -> tuple[bool, Any]:
 
 
 def _pop(document: dict[str, Any], parts: Sequence[str]) -> tuple[bool, Any]:
-    """Remove a key, and sections that become empty; copies the mappings on the path.
-
-    Returns:
-        Whether the key was there, and its value.
-    """
+    """Remove a key, and sections that become empty; copies the mappings on the path. Returns
+    whether the key was there, and its value."""
     head, *rest = parts
     if head not in document:
         return False, None

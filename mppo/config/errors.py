@@ -14,14 +14,8 @@ from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One thing wrong with a recipe.
-
-    Args:
-        key: dotted key, or the file or option at issue.
-        value: the given value; the message hides secrets.
-        why: what is wrong with it.
-        fix: what to do.
-    """
+    """One thing wrong with a recipe: a dotted key, or the file or option at issue; its value, of
+    which the message hides secrets; why, and what to do."""
 
     key: str
     value: Any
@@ -42,12 +36,7 @@ class ConfigIssue:
 
 
 class ConfigError(InputError):
-    """All issues of one recipe.
-
-    Args:
-        issues: at least one.
-        source: the recipe file, or how the recipe was given.
-    """
+    """All issues (at least one) of one recipe; ``source``: its file, or how it was given."""
 
     def __init__(self, issues: Sequence[ConfigIssue], source: str = "recipe") -> None:
         assert issues, "a ConfigError without an issue"

@@ -14,13 +14,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 
 @dataclass(frozen=True)
 class ExtraFunction:
-    """A function of a package in ``extras/``.
-
-    Args:
-        group: of the entry point.
-        name: of the entry point in its group.
-        folder: of the package in ``extras/``.
-    """
+    """A function of a package in ``extras/<folder>``, by group and name of its entry point."""
 
     group: str
     name: str
@@ -31,15 +25,8 @@ class ExtraFunction:
         return self._missing(key, value) if self._entry() is None else None
 
     def load(self, key: str, value: Any, source: str = "recipe") -> Any:
-        """Import the function.
-
-        Args:
-            key, value: what needs it.
-            source: as ``ConfigError``'s.
-
-        Raises:
-            ConfigError: the package is not installed.
-        """
+        """Import the function that a key with this value needs; ConfigError if its package is
+        missing."""
         entry = self._entry()
         if entry is None:
             raise ConfigError([self._missing(key, value)], source)

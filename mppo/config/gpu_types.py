@@ -13,13 +13,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class GpuType:
-    """A type of GPU.
-
-    Args:
-        name: the name that the driver reports.
-        nbytes: total memory that the driver reports, in bytes.
-        capability: compute capability.
-    """
+    """A type of GPU; name and total memory are those that the driver reports."""
 
     name: str
     nbytes: int
@@ -43,12 +37,9 @@ DEFAULT_GPU = "h100-80gb"
 
 
 def find_gpu(name: str, key: str = "--gpu") -> GpuType:
-    """Find a GPU type by its name in ``GPU_TYPES``, or make one from its memory in GiB.
-
-    Args:
-        name: the name, which may lack the memory if one type has it, such as h100; or a number of
-            GiB such as 79.2 or 64GiB.
-        key: the option or key that gives the name, for the message.
+    """Find a GPU type by its name in ``GPU_TYPES``, which may lack the memory if one type has it,
+    such as h100, or make one from GiB such as 79.2 or 64GiB. ``key`` gives the name, for the
+    message.
 
     Raises:
         ConfigError: ``name`` is neither.

@@ -57,15 +57,7 @@ defaults."""
 def load_recipe(
     given: Given, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> Recipe:
-    """Read, merge and validate a recipe.
-
-    Args:
-        overrides: ``section.key=value`` settings, later ones winning.
-        remarks: as of ``read_recipe``.
-
-    Raises:
-        ConfigError: with all issues.
-    """
+    """Read, merge and validate a recipe; ConfigError with all issues. See ``read_recipe``."""
     recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None or issues:
         raise ConfigError(issues, source=source_name(given))
@@ -80,7 +72,6 @@ def source_file(given: Given) -> Path | None:
 
 
 def source_name(given: Given) -> str:
-    """The recipe's name in messages."""
     path = source_file(given)
     if path is not None:
         return f"recipe {path}"
@@ -90,16 +81,11 @@ def source_name(given: Given) -> str:
 def read_recipe(
     given: Given, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> tuple[Recipe | None, list[ConfigIssue]]:
-    """Load a recipe and return its issues instead of raising.
+    """Load a recipe, with ``section.key=value`` settings of which later ones win, and return its
+    issues instead of raising.
 
-    Args:
-        given, overrides: as for ``load_recipe``.
-        remarks: receives a line for the log for every key that has no effect or another meaning
-            than written.
-
-    Returns:
-        The recipe, with defaults for keys that have an issue (None if that is impossible), and the
-        issues.
+    Keys with an issue have their default; the recipe is None if that is impossible. ``remarks``
+    receives a line for the log for every key that has no effect or another meaning than written.
     """
     issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}
@@ -313,7 +299,6 @@ _TYPE_FIXES = {
 
 
 def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str, str]:
-    """Why and fix of one of pydantic's errors."""
     kind, context = entry["type"], entry.get("ctx", {})
     if kind == "extra_forbidden":
         return "no such key", _fix_unknown(parts)

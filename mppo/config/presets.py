@@ -18,12 +18,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CopyOf:
-    """The value of another key, times a factor for numbers.
-
-    Args:
-        key: dotted key; if it has no value, the row does not apply.
-        factor: 1 copies.
-    """
+    """The value of another key, times a factor for numbers; if it has none, the row does not
+    apply."""
 
     key: str
     factor: float = 1.0
@@ -358,15 +354,8 @@ PRESETS: dict[str, tuple[PresetRow, ...]] = SYSTEMS | PAPERS
 
 
 def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a preset's defaults for keys that the user did not set.
-
-    Args:
-        document: the recipe as nested mappings, overrides merged in, not yet validated.
-
-    Returns:
-        A new document; an equal one if ``algorithm.preset`` is null or unknown (validation reports
-        an unknown one).
-    """
+    """A new document with a preset's defaults for keys that the user did not set. Overrides are
+    merged into ``document``, which is not validated yet: an unknown preset adds nothing."""
     filled = _copy(document)
     section = filled.get("algorithm")
     name = section.get("preset") if isinstance(section, Mapping) else None

@@ -39,7 +39,6 @@ def recipe_reference() -> str:
 
 
 def _section(field: Mapping[str, Any]) -> str | None:
-    """Name of the definition that a field's value, or each of its items, has."""
     for option in (field, *field.get("anyOf", ()), field.get("items", {})):
         if "$ref" in option:
             return option["$ref"].removeprefix(_REFERENCE)
@@ -49,7 +48,6 @@ def _section(field: Mapping[str, Any]) -> str | None:
 def _sections(
     place: str, field: Mapping[str, Any], definitions: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Definitions below a field, with the keys under which they stand."""
     name = _section(field)
     if name is None:
         return

@@ -22,11 +22,8 @@ _KEY = "reward.kwargs"
 
 
 def read_remote_options(reward: RewardConfig) -> RemoteOptions:
-    """Read and check the options of the recipe's reward server.
-
-    Raises:
-        ConfigError: an unknown key, a missing one, or one with an invalid value.
-    """
+    """Read and check the options of the recipe's reward server; ConfigError for an unknown key, a
+    missing one, or one with an invalid value."""
     assert reward.server_format is not None
     kind = REMOTE_FORMATS[reward.server_format]
     known = list(kind.model_fields)

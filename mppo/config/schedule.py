@@ -13,18 +13,13 @@ ScheduleKind = Literal["sequential", "fused", "flush_free"]
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a recipe's update cannot run as wanted.
-
-    Args:
-        cure: what to change in the recipe, besides giving up the wish.
-    """
+    """Why a recipe's update cannot run as wanted, and what to change besides giving up the wish."""
 
     why: str
     cure: str
 
 
 def schedule_kind(recipe: Recipe) -> ScheduleKind:
-    """Kind of schedule of an update of all trained roles of the recipe."""
     if stream_obstacle(recipe) is not None:
         return "sequential"
     if recipe.trainer.schedule != "auto":

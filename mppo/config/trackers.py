@@ -24,12 +24,7 @@ def tracker_issues(
     environ: Mapping[str, str],
     is_installed: Callable[[str], object] = find_spec,
 ) -> Iterator[ConfigIssue]:
-    """Issues that would keep a tracker from working.
-
-    Args:
-        loggers: ``trainer.logger``.
-        is_installed: finds a package by name; None if it is not installed.
-    """
+    """Issues that would keep a tracker of ``trainer.logger`` from working."""
     for name in EXTRAS:
         if name in loggers and not is_installed(name):
             fix = f'pip install "mppo[{name}]", or remove it from trainer.logger'

@@ -26,15 +26,12 @@ _SECTIONS = {"num_mini_batches": "actor", "total_episodes": "trainer"}
 def compute_trl_keys(
     document: Mapping[str, Any], issues: list[ConfigIssue], remarks: list[str]
 ) -> dict[str, Any]:
-    """Replace TRL's keys by mppo's keys with the same effect.
+    """A new document with mppo's keys of the same effect in place of TRL's; ``document`` is without
+    a preset's defaults.
 
     Args:
-        document: the recipe as nested mappings, without a preset's defaults; not changed.
         issues: receives an issue per key whose value is not valid, or which contradicts another.
         remarks: receives a line for the log per key that is replaced.
-
-    Returns:
-        A new document.
     """
     replaced = {k: dict(v) if isinstance(v, Mapping) else v for k, v in document.items()}
     given = list(_take(replaced))
@@ -69,11 +66,8 @@ def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any, str]:
-    """mppo's key, its value, and why there is none (empty where there is one).
-
-    Args:
-        filled: the document with the preset's defaults.
-    """
+    """mppo's key, its value, and why there is none (empty where there is one); ``filled`` has the
+    preset's defaults."""
     if key == "num_sample_generations":
         return "trainer.num_sample_generations", value, ""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0

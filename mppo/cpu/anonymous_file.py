@@ -19,14 +19,8 @@ TOKEN = 64
 
 
 class FileOffer(NamedTuple):
-    """Where another process of the same machine finds a file.
-
-    Args:
-        node: name of the machine.
-        path: of the file, through /proc of the process that made it.
-        size: of the file in bytes, with those of the token.
-        token: its first bytes.
-    """
+    """Where another process of the same machine (``node``) finds a file: through /proc of the
+    process that made it. Its size includes the token, its first bytes."""
 
     node: str
     path: str
@@ -35,11 +29,8 @@ class FileOffer(NamedTuple):
 
 
 class AnonymousFile:
-    """A file that this process made and others may map until it is closed.
-
-    Args:
-        size: bytes, with those of the token.
-    """
+    """A file of ``size`` bytes, with those of the token, that this process made and others may map
+    until it is closed."""
 
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("mppo")

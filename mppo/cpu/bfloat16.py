@@ -2,10 +2,9 @@
 
 Without AVX512-BF16 or AMX, torch's products of bfloat16 matrices take from two and a half times
 (AVX-512) to over a hundred times (AVX2) as long as those of float32 matrices; with AVX512-BF16
-alone, the gradient of attention is still slower, especially for short sequences. This module makes
-these operators convert their operands to float32, compute, and round the result to bfloat16 once,
-which is the rounding of a bfloat16 unit that accumulates in float32. For other dtypes they call
-torch's own kernels.
+alone, the gradient of attention is still slower, especially for short sequences. These operators
+convert their operands to float32, compute, and round the result to bfloat16 once, as a bfloat16
+unit that accumulates in float32 does. For other dtypes they call torch's own kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def _library() -> torch.library.Library:
 
 
 def _original(name: str):
-    """torch's own kernel of an operator."""
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
 

@@ -144,10 +144,8 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
 
 
 def _reduce_scatter_tensor(reduce_scatter):
-    """Make a reduce-scatter of equal parts that sends each rank only its own parts.
-
-    gloo's own sums all parts on every rank first, which takes twice as long.
-    """
+    """gloo's own sums all parts on every rank first, which takes twice as long; this one sends each
+    rank only its own, equal part."""
 
     @functools.wraps(reduce_scatter)
     def exchanged(output, input, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -208,7 +206,6 @@ def _patch_tensor_methods() -> None:
 
 
 def _names_of(module: str) -> dict[str, Any]:
-    """The global names of a Megatron-Core module, for reading and replacing."""
     return vars(importlib.import_module(f"megatron.core.{module}"))
 
 

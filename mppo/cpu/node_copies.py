@@ -20,12 +20,7 @@ from mppo.cpu.anonymous_file import TOKEN, AnonymousFile, FileOffer, can_offer, 
 
 def nodes_of(group: dist.ProcessGroup | None) -> list[int]:
     """The first rank whose memory each rank can map: ranks with equal numbers share a node.
-
-    Collective on the first call for a group.
-
-    Args:
-        group: a group of CPU ranks; None is the default one.
-    """
+    Collective on the first call for a group of CPU ranks (None: the default one)."""
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     if group not in _nodes:
@@ -55,13 +50,7 @@ def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def first_on_node(
     alike: Sequence[Hashable], nodes: Sequence[int], wanted: Sequence[Sequence[int]]
 ) -> list[int]:
-    """For each rank the first one on its node that needs the same tensors; itself for none.
-
-    Args:
-        alike: by rank; equal for ranks that need the same tensors.
-        nodes: by rank, see ``nodes_of``.
-        wanted: by rank; empty where a rank needs nothing.
-    """
+    """For each rank the first one on its node that needs the same tensors; itself for none."""
     first: dict[tuple[Hashable, int], int] = {}
     return [
         first.setdefault((alike[rank], nodes[rank]), rank) if wanted[rank] else rank
@@ -77,16 +66,13 @@ def share_on_node(
 ) -> list[Tensor]:
     """Give the tensors of one rank of a node to others of it, without a copy for each. Collective.
 
-    Nobody may write to the result.
+    Nobody may write to the result: the tensors in the shared memory, empty on a rank that neither
+    gives nor gets any.
 
     Args:
         tensors: on a rank that gives them; None on the others.
         like: shapes and dtypes of the tensors that this rank gives or gets.
         source: rank in ``group`` from which this rank gets them; None: it gets none.
-        group: a group of CPU ranks; None is the default one.
-
-    Returns:
-        The tensors in the shared memory; empty on a rank that neither gives nor gets any.
     """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
     starts, end = [], TOKEN

@@ -48,15 +48,9 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The conversation's text up to the beginning of a response.
-
-        Args:
-            messages: with ``role`` and ``content``.
-            tools: schemas of tools, for the template.
-
-        Raises:
-            ConfigError: the tokenizer has no chat template, or it fails or exceeds a limit.
-        """
+        """The conversation's text up to the beginning of a response; ``tools`` are schemas for the
+        template. ConfigError if the tokenizer has no chat template, or it fails or exceeds a
+        limit."""
         template = template_of(self._tokenizer, self._key)
         if template == CHAT_TEMPLATE:
             return rendered_builtin(self._tokenizer, [messages], True)[0]
@@ -87,7 +81,6 @@ class ChatRenderer:
         return found
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

@@ -59,11 +59,7 @@ def render_with(
 def render_each(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], key: str
 ) -> list[str | ConfigError]:
-    """As ``render_with``, with an error in place of each conversation that cannot be rendered.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
+    """As ``render_with``, with an error in place of each conversation that cannot be rendered."""
     template = template_of(tokenizer, key)
     if template == CHAT_TEMPLATE:
         return list(rendered_builtin(tokenizer, conversations, True))
@@ -78,11 +74,8 @@ def render_each(
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
-    """The chat template of a tokenizer.
-
-    Raises:
-        ConfigError: it has none, or several without a default.
-    """
+    """The chat template of a tokenizer; ConfigError if it has none, or several without a
+    default."""
     if not tokenizer.chat_template:
         fix = f"set {key}=false, or use a tokenizer with one"
         raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
@@ -111,17 +104,12 @@ def render(
     key: str = "data.apply_chat_template",
     add_generation_prompt: bool = True,
 ) -> list[str]:
-    """Render every conversation in a process with limits.
+    """Render every conversation with a Jinja template in a process with limits.
 
     Args:
-        template: a tokenizer's ``chat_template`` (Jinja).
         variables: variables of the template besides the messages: the tokenizer's special tokens.
-        conversations: lists of messages with ``role`` and ``content``.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
-
-    Returns:
-        One text per conversation.
 
     Raises:
         ConfigError: the template fails, exceeds a limit of time or memory, or renders a text of
@@ -152,16 +140,8 @@ def template_job(template: str, variables: Mapping[str, Any], ask: bool) -> dict
 def _in_child(
     job: Mapping[str, Any], conversations: Sequence[Sequence[Mapping]], key: str, keep_going: bool
 ) -> tuple[list[str | ConfigError], ConfigError]:
-    """Render in a process with limits.
-
-    Args:
-        key: for messages.
-        keep_going: render the conversations after one that fails, too.
-
-    Returns:
-        The text or error of each conversation up to the one that a limit stopped, and the error of
-        that one.
-    """
+    """The text or error of each conversation up to the one that a limit stopped, and the error of
+    that one. With ``keep_going``, those after one that fails are rendered, too."""
     cpu_s = CPU_S + CPU_S_PER_PROMPT * len(conversations)
     job = {**job, "conversations": conversations, "keep_going": keep_going, "cpu_s": cpu_s}
     memory_mb = MEMORY_MB + (20 * len(json.dumps(job, default=str)) >> 20)
@@ -205,7 +185,6 @@ def _texts(lines: Iterable[bytes], key: str) -> list[str | ConfigError]:
 
 
 def template_error(key: str, why: str) -> ConfigError:
-    """The error of a template."""
     fix = f"set {key}=false, or use a tokenizer with another template"
     issue = ConfigIssue(key, True, f"the tokenizer's chat template {why}", fix)
     return ConfigError([issue], source="data")

@@ -52,7 +52,6 @@ def conversations_of(job):
 
 
 def main():
-    """Render the job of standard input (see the module's docstring)."""
     job = json.loads(sys.stdin.readline())
     sys.path[:] = job["path"]
     from transformers.utils.chat_template_utils import render_jinja_template

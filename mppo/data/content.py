@@ -16,13 +16,8 @@ ACCEPT = "trainer.on_changed_data"
 
 @dataclass(frozen=True)
 class Content:
-    """The rows of one source.
-
-    Args:
-        key: recipe key of its files or task.
-        given: value of the key.
-        digest: SHA-256 of the rows in their order, as hexadecimal digits.
-    """
+    """The rows of one source, by the recipe key of its files or task: the key's value, and SHA-256
+    of the rows in their order, as hexadecimal digits."""
 
     key: str
     given: Any = field(compare=False)
@@ -30,12 +25,8 @@ class Content:
 
 
 def content_of(key: str, given: Any, rows: Iterable[DataRow]) -> Content:
-    """Digest the rows of a source; the folder of a file has no influence.
-
-    Args:
-        key, given: as in ``Content``.
-        rows: the rows in the order in which they were read, with those that are too long.
-    """
+    """Digest the rows of a source in the order in which they were read, those that are too long
+    included; the folder of a file has no influence."""
     digest = hashlib.sha256()
     encode = json.JSONEncoder(default=_described, skipkeys=True).encode
     for row in rows:
@@ -46,14 +37,8 @@ def content_of(key: str, given: Any, rows: Iterable[DataRow]) -> Content:
 
 
 def check_same_rows(contents: Sequence[Content], saved: Sequence[str]) -> None:
-    """Compare the rows of a run with those of its checkpoint.
-
-    Args:
-        saved: the digests in the checkpoint.
-
-    Raises:
-        ConfigError: an issue for each source whose rows differ.
-    """
+    """Compare the rows of a run with the digests in its checkpoint; ConfigError has an issue for
+    each source whose rows differ."""
     issues = [
         ConfigIssue(
             content.key,

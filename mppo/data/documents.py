@@ -16,13 +16,11 @@ from mppo.hub.tokenizing import tokens_of
 
 
 def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-    """Load the documents of ``data.ptx_files``, each with an end-of-sequence token at its end.
+    """Load the documents of ``data.ptx_files`` in file order, as ``Prompt.token_ids``, each with an
+    end-of-sequence token.
 
-    A document is cut to ``data.max_prompt_length + data.max_response_length`` tokens; a document of
-    fewer than two tokens has nothing to predict and is left out.
-
-    Returns:
-        The documents as token ids (in ``Prompt.token_ids``), in file order.
+    A document is cut to ``data.max_prompt_length + data.max_response_length`` tokens; one of fewer
+    than two tokens has nothing to predict and is left out.
 
     Raises:
         ConfigError: a bad file or row, a row without a text, or no document of two tokens.

@@ -16,14 +16,7 @@ from mppo.safety.input_error import InputError
 
 
 def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
-    """Check that a batch holds no prompt twice.
-
-    Args:
-        batch_size: ``data.train_batch_size``.
-
-    Raises:
-        ConfigError: there are fewer prompts than a batch holds.
-    """
+    """Check that a batch holds no prompt twice; ConfigError if there are too few prompts."""
     if batch_size > len(prompt_set):
         raise ConfigError([too_few_prompts(batch_size, len(prompt_set), prompt_set.summary())])
 
@@ -38,9 +31,6 @@ class PromptLoader:
     filled up from the next epoch. The state consists of the position and of the prompts that were
     returned with ``give_back``.
 
-    Args:
-        prompt_set: N prompts, at least one.
-        shuffle: use a new order in each epoch; otherwise the order of ``prompt_set``.
         any_content: resume from a state that was saved with other rows.
     """
 
@@ -74,7 +64,6 @@ class PromptLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs done so far, as a fraction."""
         return self.position / len(self.prompt_set)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -103,7 +92,6 @@ class PromptLoader:
         self._returned = [prompt.uid for prompt in prompts] + self._returned
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data as values for JSON."""
         state = {
             "position": self.position,
             "returned": list(self._returned),
@@ -161,10 +149,8 @@ class PromptLoader:
         return [index for _, index in placed]
 
     def _draw(self, source: int, count: int, first: int, end: int) -> Iterator[int]:
-        """Yield the prompts of draws ``first`` to ``end`` from a source of ``count`` prompts.
-
-        Each pass over the source has an order of its own.
-        """
+        """Yield the prompts of draws ``first`` to ``end`` from a source of ``count`` prompts; each
+        pass over it has an order of its own."""
         while first < end:
             number, start = divmod(first, count)
             order = list(range(count))
@@ -176,14 +162,8 @@ class PromptLoader:
 
 
 def draws_per_epoch(shares: Sequence[SourceShare]) -> list[int]:
-    """Divide an epoch, which has as many prompts as all sources together, by weight.
-
-    Args:
-        shares: the sources; their weights need not add up to 1.
-
-    Returns:
-        Number of prompts of each source per epoch: at least one, in total the number of prompts.
-    """
+    """Divide an epoch, which has as many prompts as all sources together, by relative weight: the
+    number of prompts of each source per epoch, at least one, in total the number of prompts."""
     total = sum(share.count for share in shares)
     weights = sum(share.weight for share in shares)
     exact = [total * share.weight / weights for share in shares]

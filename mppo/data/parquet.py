@@ -30,14 +30,8 @@ _VALUE_BYTES = 8
 
 
 def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file.
-
-    Args:
-        key: the recipe key that names it, for messages.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or the file is not readable or exceeds a limit.
-    """
+    """Yield the rows of a file that the recipe names under ``key``; ConfigError if pyarrow is not
+    installed, or the file is not readable or exceeds a limit."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -71,11 +65,7 @@ def read_parquet(path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_metadata(metadata: Any, limit: int) -> None:
-    """Check the counts and sizes that a file states, before anything is decoded.
-
-    Raises:
-        InputError: one exceeds its limit.
-    """
+    """Check counts and sizes that a file states against limits, before anything is decoded."""
     if metadata.num_rows > MAX_ROWS:
         raise InputError(f"it claims to have {metadata.num_rows} rows, more than {MAX_ROWS}")
     total = 0

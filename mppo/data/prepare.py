@@ -26,14 +26,8 @@ ASSISTANT = "\n\nAssistant:"
 
 @dataclass(frozen=True)
 class PreparedRow:
-    """A row before it gets its split and number.
-
-    Args:
-        prompt: messages with ``role`` and ``content``.
-        extra: further keys of ``extra_info``.
-        own: keys of the row that differ from the data set's; ``style`` is that of
-            ``reward_model``.
-    """
+    """A row before it gets its split and number. ``extra``: further keys of ``extra_info``;
+    ``own``: keys that differ from the data set's (``style`` is that of ``reward_model``)."""
 
     prompt: list[dict[str, Any]]
     ground_truth: str
@@ -46,8 +40,6 @@ class PublishedDataSet:
     """A data set that ``prepare_rows`` reads.
 
     Args:
-        keys: ``data_source``, ``ability`` and ``style`` of all rows.
-        columns: the columns it is published with, for messages.
         convert: makes a row, or None for one that mppo cannot use; raises ``BadRow``.
         left_out: files whose name contains this are not read.
         why_left_out: what is special about rows for which ``convert`` returns None.
@@ -61,15 +53,10 @@ class PublishedDataSet:
 
 
 def prepare_rows(name: str, source: Path) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Read the files of a data set.
+    """Read the files of a data set: rows in verl's schema by split, and remarks for the user.
 
-    Args:
-        name: a key of ``DATA_SETS``.
-        source: the folder with its files, searched with its subfolders. A file belongs to the split
-            that its name or folder contains; if none contains one, all are training data.
-
-    Returns:
-        Rows in verl's schema by split, and remarks for the user.
+    The folder ``source`` is searched with its subfolders. A file belongs to the split that its name
+    or folder contains; if none contains one, all are training data.
 
     Raises:
         ConfigError: no files, or bad rows.
@@ -163,14 +150,8 @@ def _math(content: dict[str, Any]) -> PreparedRow:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """Return the last boxed answer of a solution of MATH, as verl finds it.
-
-    Args:
-        solution: LaTeX; the answer is in ``\\boxed{...}``, ``\\fbox{...}`` or ``\\boxed X$``.
-
-    Returns:
-        The text in the box; None without one.
-    """
+    """The last boxed answer of a solution of MATH, as verl finds it: in ``\\boxed{...}``,
+    ``\\fbox{...}`` or ``\\boxed X$``; None without one."""
     if "\\boxed " in solution:
         return solution.rpartition("\\boxed ")[2].split("$")[0]
     start = solution.rfind("\\boxed")

@@ -29,14 +29,8 @@ class Unreadable:
 
 
 def read_records(path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield place (file and line) and content of each record.
-
-    Args:
-        path: a file ending in .jsonl, .ndjson, .json or .parquet.
-        key: the recipe key that names the file, for messages.
-
-    Returns:
-        Places and contents. A content is what JSON or parquet holds, or ``Unreadable``.
+    """Yield place (file and line) and content of each record of a .jsonl, .ndjson, .json or
+    .parquet file: what JSON or parquet holds, or ``Unreadable``.
 
     Raises:
         ConfigError: another ending, or an unreadable parquet file.

@@ -34,14 +34,9 @@ Convert = Callable[[dict[str, Any], Path, str], Converted]
 
 @dataclass(frozen=True)
 class DataRow:
-    """One data row.
-
-    Args:
-        prompt: a text, or chat messages with ``role`` and ``content``.
-        answer: the ground truth; a value that is not a text becomes JSON.
-        data_source: the row's ``data_source``, or the file's name without its suffix.
-        where: file and line for messages.
-    """
+    """One data row: the prompt, a text or chat messages; the ground truth, JSON if it is not a
+    text; the row's ``data_source``, or the file's name without its suffix; file and line for
+    messages."""
 
     prompt: str | list[dict[str, Any]]
     answer: str
@@ -62,21 +57,20 @@ def read_rows(
     limit: int | None = None,
     source: str | None = None,
 ) -> list[DataRow]:
-    """Read the rows of files, in the order of the files.
+    """Read the rows of .jsonl, .ndjson, .json or .parquet files, in the order of the files.
 
     Args:
-        files: paths ending in .jsonl, .ndjson, .json or .parquet.
         key: the recipe key that names the files, for messages.
-        prompt_key, answer_key: columns; a dot selects a key of a nested object. The defaults also
-            find the other ``PROMPT_COLUMNS`` and ``ANSWER_COLUMNS``. An ``answer_key`` of None
-            gives empty answers.
-        limit: most rows to read, as evenly from each file as possible; None reads all.
+        prompt_key, answer_key: columns; a dot selects a key of a nested object. The defaults
+            also find the other ``PROMPT_COLUMNS`` and ``ANSWER_COLUMNS``. An ``answer_key`` of
+            None gives empty answers.
+        limit: most rows to read, as evenly from each file as possible.
         source: data source of rows without the column ``data_source``; None: the file's or data
             set's name.
 
     Raises:
-        ConfigError: missing, empty or unreadable files and bad rows: one issue per file and cause,
-            up to ``MAX_FAULTS``.
+        ConfigError: missing, empty or unreadable files and bad rows: one issue per file and
+            cause, up to ``MAX_FAULTS``.
     """
     section = key.rpartition(".")[0]
     fix = f"correct the row, or set {section}.prompt_key and {section}.answer_key to columns of "
@@ -94,16 +88,8 @@ def too_few_prompts(batch_size: int, count: int, summary: str) -> ConfigIssue:
 def read_converted(
     files: Sequence[str], key: str, convert: Convert, fix: str, limit: int | None = None
 ) -> list[Any]:
-    """Read the records of files and convert each; the order is that of the files.
-
-    Args:
-        files, key, limit: as for ``read_rows``.
-        convert: makes a value of a record, or raises ``BadRow``.
-        fix: what to do about a bad row, for messages.
-
-    Raises:
-        ConfigError: as for ``read_rows``.
-    """
+    """Read records as ``read_rows`` reads rows; ``convert`` makes a value of each, or raises
+    ``BadRow``, about which ``fix`` says what to do."""
     # one row of each file in turn, so that a limit takes as many rows from each
     readers = [_Reader(Path(file).expanduser(), key, convert, fix) for file in files]
     turns = deque(readers)
@@ -122,12 +108,7 @@ def read_converted(
 
 
 class _Reader(Generic[Converted]):
-    """A file that is being read.
-
-    Args:
-        key: the recipe key that names it.
-        convert, fix: as for ``read_converted``.
-    """
+    """A file that is being read; see ``read_converted``."""
 
     def __init__(self, path: Path, key: str, convert: Convert[Converted], fix: str) -> None:
         self.path, self.key = path, key
@@ -139,7 +120,6 @@ class _Reader(Generic[Converted]):
         self._ended = False
 
     def read_row(self) -> bool:
-        """Append the next usable row to ``rows``; return whether there was one."""
         try:
             for where, content in self._records:
                 try:
@@ -237,11 +217,7 @@ def _column(content: dict[str, Any], key: str, columns: Sequence[str]) -> str:
 
 
 def look_up(content: dict[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a key of a nested object if the key has dots.
-
-    Raises:
-        BadRow: the row has no such column.
-    """
+    """The value of a column, or of a key of a nested object if the key has dots; else BadRow."""
     if key in content:
         return content[key]
     value: Any = content
@@ -278,11 +254,7 @@ def _names(content: dict[str, Any]) -> list[str]:
 
 
 def check_prompt(prompt: Any, key: str) -> None:
-    """Check that a prompt is a text or a conversation.
-
-    Raises:
-        BadRow: it is neither.
-    """
+    """Raise BadRow unless a prompt is a text or a conversation."""
     if isinstance(prompt, str):
         if not prompt:
             raise BadRow(f"{key!r} is an empty text")

@@ -26,12 +26,8 @@ TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Consecutive prompts of one source, and their share in the training data.
-
-    Args:
-        count: number of prompts, at least one.
-        weight: relative to the other weights.
-    """
+    """Consecutive prompts of one source, at least one, and their weight relative to the others' in
+    the training data."""
 
     count: int
     weight: float
@@ -43,11 +39,8 @@ class PromptSet:
 
     Args:
         prompts: N prompts; ``uid`` is the index in this tuple.
-        filtered: number of rows left out because they exceed ``data.max_prompt_length``.
-        truncated: number of prompts cut to that length.
         shares: the sources, in the order of the prompts, if they are mixed by weight. Empty: every
             prompt has the same weight.
-        contents: the rows of each source of training prompts.
     """
 
     prompts: tuple[Prompt, ...]
@@ -74,21 +67,15 @@ def load_prompts(
     split: tasks.Split,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
-    """Read, render, tokenise and filter the prompts of one split.
+    """Read, render, tokenise and filter the prompts of one split, in the order of the sources and
+    their files or tasks; ``PromptLoader`` shuffles and mixes them.
 
-    Args:
-        tokenizer: has a chat template if ``data.apply_chat_template`` is set.
-        split: ``"train"`` or ``"val"``. Without ``data.val_files`` or a task, or with
-            ``data.val_size`` 0, the validation split is empty.
-        tools: schemas of tools, which the chat template writes into every prompt.
-
-    Returns:
-        The prompts in the order of the sources and their files or tasks; ``PromptLoader`` shuffles
-        and mixes them.
+    Without ``data.val_files`` or a task, or with ``data.val_size`` 0, the validation split is
+    empty. The chat template writes the schemas of ``tools`` into every prompt.
 
     Raises:
-        ConfigError: a source without task or files or with both, a bad file or row, a chat template
-            that fails or exceeds its limits, or no prompt that is short enough.
+        ConfigError: a source without task or files or with both, a bad file or row, a chat
+            template that fails or exceeds its limits, or no prompt that is short enough.
     """
     sources = data.prompt_sources
     parts = [
@@ -219,7 +206,6 @@ def _fit(
     texts: Sequence[str],
     token_ids: Sequence[list[int]],
 ) -> PromptSet:
-    """Leave out or cut prompts that are longer than ``data.max_prompt_length``."""
     limit = data.max_prompt_length
     kept: list[Prompt] = []
     filtered = truncated = 0

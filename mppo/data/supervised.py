@@ -19,13 +19,7 @@ SupervisedExample = tuple[Tensor, Tensor]
 def supervised_examples(
     prompt_set: PromptSet, tokenizer: PreTrainedTokenizerBase, n: int, seed: int
 ) -> list[SupervisedExample]:
-    """Draw ``n`` examples; every prompt is used once before any is used again.
-
-    Args:
-        prompt_set: at least one prompt.
-        tokenizer: turns the ground truth into tokens.
-        seed: seed of the order.
-    """
+    """Draw ``n`` examples; every prompt is used once before any is used again."""
     random = Random(f"supervised {seed}")
     order: list[int] = []
     while len(order) < n:

@@ -27,12 +27,8 @@ REASONING_GYM = "reasoning_gym:"
 
 @dataclass(frozen=True)
 class Example:
-    """One question.
-
-    Args:
-        answer: the right answer in the form that the verifier compares.
-        extra: further values for the verifier.
-    """
+    """One question, the right answer in the form that the verifier compares, and further values for
+    it."""
 
     prompt: str
     answer: str
@@ -40,24 +36,13 @@ class Example:
 
 
 class Task(Protocol):
-    """A source of examples."""
-
-    def example(self, index: int) -> Example:
-        """Generate example number ``index`` (any non-negative integer)."""
-        ...
+    def example(self, index: int) -> Example: ...
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """``12+5=`` -> ``17``.
-
-    Args:
-        seed: selects the order of the examples.
-        max_operand: operands are drawn from 0 to this, both included.
-        terms: number of operands.
-        operations: characters from ``+-*``; one is drawn for each pair of operands.
-        ending: text after the expression.
-    """
+    """``12+5=`` -> ``17``; operands are from 0 to ``max_operand``, and ``operations``, characters
+    from ``+-*``, are drawn for each pair of them."""
 
     seed: int = 0
     max_operand: int = 9
@@ -82,13 +67,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Reverse:
-    """``reverse abc`` -> ``cba``.
-
-    Args:
-        seed: selects the order of the examples.
-        min_length, max_length: characters of the word.
-        alphabet: characters a word is made of.
-    """
+    """``reverse abc`` -> ``cba``."""
 
     seed: int = 0
     min_length: int = 2
@@ -107,12 +86,7 @@ class Reverse:
 
 @dataclass(frozen=True)
 class SortDigits:
-    """``sort 3142`` -> ``1234``.
-
-    Args:
-        seed: selects the order of the examples.
-        min_length, max_length: number of digits.
-    """
+    """``sort 3142`` -> ``1234``."""
 
     seed: int = 0
     min_length: int = 2
@@ -128,13 +102,7 @@ class SortDigits:
 
 @dataclass(frozen=True)
 class CountLetters:
-    """``count a in banana`` -> ``3``.
-
-    Args:
-        seed: selects the order of the examples.
-        min_length, max_length: letters of the word.
-        alphabet: letters of the words, and letters to count.
-    """
+    """``count a in banana`` -> ``3``."""
 
     seed: int = 0
     min_length: int = 3
@@ -153,15 +121,8 @@ class CountLetters:
 
 
 class ReasoningGym:
-    """A task family of the package reasoning_gym.
-
-    Args:
-        name: the family, such as ``chain_sum`` or ``gsm_symbolic``.
-        seed: selects the examples.
-
-    Raises:
-        ConfigError: the package is missing, or has no such family or parameter.
-    """
+    """A task family of the package reasoning_gym, such as ``chain_sum`` or ``gsm_symbolic``;
+    ConfigError if the package is missing, or has no such family or parameter."""
 
     SIZE = 1_000_000  # some families draw this many numbers when they are created
 
@@ -197,14 +158,8 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def task(name: str, **kwargs: Any) -> Task:
-    """Create a task by name.
-
-    Args:
-        name: a key of ``TASKS``, or ``reasoning_gym:NAME``.
-
-    Raises:
-        ConfigError: unknown task or parameter, or a parameter out of range.
-    """
+    """Create a task by a key of ``TASKS``, or ``reasoning_gym:NAME``; ConfigError if the task or a
+    parameter is unknown, or a parameter out of range."""
     if name.startswith(REASONING_GYM):
         return ReasoningGym(name.removeprefix(REASONING_GYM), **kwargs)
     if name not in TASKS:

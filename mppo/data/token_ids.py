@@ -16,9 +16,7 @@ def check_token_ids(
 ) -> None:
     """Check that the models have an embedding of every token; a GPU would only abort.
 
-    Args:
-        hf_configs: Hugging Face config by role; of a reward model none is needed, for which texts
-            are tokenised again.
+    A reward model for which texts are tokenised again needs no config.
 
     Raises:
         ConfigError: the tokenizer is another model's.

@@ -33,17 +33,9 @@ _REFUSED = 3
 async def run(
     client: Any, task: Mapping[str, Any], environment: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run and score an episode; for ``rollout.agent.run``.
-
-    Args:
-        client: an ``openai.AsyncOpenAI`` client; the policy answers.
-        task: a row of the environment.
-        environment: its name.
-        arguments: of its ``load_environment``.
-
-    Raises:
-        RuntimeError: the environment has ended the episode with an error.
-    """
+    """Run and score an episode of a row of the environment, for ``rollout.agent.run``; the policy
+    answers ``client``, an ``openai.AsyncOpenAI``. RuntimeError if the environment has ended the
+    episode with an error."""
     from verifiers.clients import OpenAIChatCompletionsClient
 
     split, place = task["extra_info"][_PLACE]
@@ -58,17 +50,12 @@ async def run(
 def environment_rows(
     name: str, arguments: Mapping[str, Any], split: Literal["train", "val"], limit: int | None
 ) -> list[DataRow]:
-    """The prompts of an environment's data set.
-
-    Args:
-        name: of the environment.
-        arguments: of its ``load_environment``.
-        split: "val" is its evaluation data set; an environment without one has no such rows.
-        limit: most rows; None: all.
+    """The prompts of an environment's data set; an environment without an evaluation data set has
+    no rows of the split "val".
 
     Raises:
-        ConfigError: the package or the environment is missing, refuses its arguments, has no data
-            set, or scores the episodes of a prompt together.
+        ConfigError: the package or the environment is missing, refuses its arguments, has no
+            data set, or scores the episodes of a prompt together.
     """
     if find_spec("verifiers") is None:
         missing = ModuleNotFoundError("No module named 'verifiers'")
@@ -102,7 +89,6 @@ def _wrong(name: str, why: str, fix: str) -> ConfigError:
 
 @cache
 def _loaded(name: str, arguments: str, split: str) -> tuple[Any, Any]:
-    """An environment and its data set of a split."""
     import verifiers
 
     known = verifiers.load_environment(name, **json.loads(arguments))
@@ -112,11 +98,8 @@ def _loaded(name: str, arguments: str, split: str) -> tuple[Any, Any]:
 
 
 def main(given: list[str]) -> int:
-    """Write the rows of an environment as JSON, or why there are none.
-
-    Args:
-        given: name, arguments (JSON), split, and the largest number of rows (JSON).
-    """
+    """Write the rows of an environment as JSON, or why there are none; ``given``: name, arguments
+    (JSON), split, and the largest number of rows (JSON)."""
     name, arguments, split, limit = given
     results = os.dup(1)
     os.dup2(2, 1)  # what libraries print

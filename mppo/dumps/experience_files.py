@@ -37,7 +37,6 @@ _WHOLE = (
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
     return folder / f"rank_{rank}.safetensors"
 
 
@@ -56,7 +55,6 @@ def named_tensors(experience: Experience) -> dict[str, Tensor]:
 def write_share(
     folder: Path, rank: int, experience: Experience, leave_out: Collection[str] = ()
 ) -> None:
-    """Write the sequences that this rank holds."""
     tensors = {k: v.clone() for k, v in named_tensors(experience).items() if k not in leave_out}
     batch, old = experience.old.batch, experience.old
     layers = batch.expert_layers
@@ -66,25 +64,16 @@ def write_share(
 
 
 def read_batch_tensor(folder: Path, name: str) -> Tensor:
-    """A tensor ``[B]`` of the batch, such as ``lengths_B``.
-
-    Raises:
-        ValueError, KeyError, OSError: the folder has no valid file of the first rank.
-    """
+    """A tensor ``[B]`` of the batch, such as ``lengths_B``; ValueError, KeyError or OSError if the
+    folder has no valid file of the first rank."""
     with _opened(rank_file(folder, 0)) as file:
         return file.get_tensor(f"batch.{name}")
 
 
 def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None) -> Experience:
-    """Read sequences that one or several ranks have written.
-
-    Args:
-        held: indices of the sequences to read, ascending; None: all.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: a file is missing or damaged, or a sequence is in
-            no file.
-    """
+    """Read sequences (``held``: indices, ascending; None: all) that one or several ranks have
+    written; ValueError, KeyError, TypeError or OSError if a file is missing or damaged, or a
+    sequence is in no file."""
     try:
         return _read(folder, ranks, held)
     except (SafetensorError, RuntimeError, IndexError) as error:  # tensors that do not fit together
@@ -92,11 +81,8 @@ def read_experience(folder: Path, ranks: int, held: Sequence[int] | None = None)
 
 
 def read_one_file(path: Path) -> Experience:
-    """Read an experience of all sequences, as an earlier version wrote it.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: the file does not hold one.
-    """
+    """Read an experience of all sequences, as an earlier version wrote it; ValueError, KeyError,
+    TypeError or OSError if the file does not hold one."""
     try:
         with _opened(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -147,11 +133,8 @@ def _read(folder: Path, ranks: int, held: Sequence[int] | None) -> Experience:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file, after a check of its header, which another library reads, and of the types.
-
-    Raises:
-        InputError: a tensor has a type that its name does not allow.
-    """
+    """Open a file, after a check of its header, which another library reads, and of the types;
+    InputError for a tensor whose name does not allow its type."""
     read_header(path)
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118

@@ -124,7 +124,6 @@ def _sequences(header: StepDump, stale: str, shown: slice) -> Table:
 def _tokens(
     folder: Path, header: StepDump, index: int, stale: str, shown: slice
 ) -> tuple[Table, int]:
-    """A table of the tokens of a sequence, and their number."""
     from mppo.dumps.token_table import read_token_tables  # imports torch
 
     (found,) = read_token_tables(folder, header, [index])

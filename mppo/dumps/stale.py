@@ -31,11 +31,8 @@ def step_folders(parent: Path) -> dict[int, Path]:
 
 
 def mark_stale(parent: Path, done: int) -> dict[int, Path]:
-    """Mark the folders of the steps after ``done``, the step that a run starts again from.
-
-    Returns:
-        All marked folders by step, with those of earlier starts.
-    """
+    """Mark the folders of the steps after ``done``, the step that a run starts again from; return
+    all marked folders by step, with those of earlier starts."""
     found, start = step_folders(parent), f"again from step {done}" if done else "anew"
     for step, folder in found.items():
         if step > done:

@@ -42,15 +42,11 @@ class SequenceRow:
     """What a dump says of one sequence besides its tensors.
 
     Args:
-        uid: of the prompt; samples of one prompt share it.
-        finish_reason: "stop", "length" or "abort".
         parts: (version of the weights, number of tokens) of the response's parts.
-        score: the score, before ``algorithm.normalize_scores``.
         baseline: score of a greedy response to the prompt; None without one.
         error: why the reward function failed; None: it did not.
         unscored: reason of a score of 0 (``mppo.rewards.scores.UNSCORED``); None: it was scored.
         token_total: sum of the rewards of its tokens, which are part of ``score``.
-        answer: the answer in the response; None if nothing reads it.
         right: whether the response is right; None if the reward does not say so.
         episode: place of the sequence's episode among the step's; None: each sequence is one.
     """
@@ -76,12 +72,7 @@ class SequenceRow:
 
 @dataclass(frozen=True)
 class StepDump:
-    """The header of a step's dump.
-
-    Args:
-        recipe: ``recipe_hash`` of the run's recipe.
-        ranks: number of ranks that wrote files.
-    """
+    """The header of a step's dump."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
@@ -103,7 +94,6 @@ def recipe_hash(recipe: Mapping[str, Any]) -> str:
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Folder of a step's dump in a run folder."""
     return run / FOLDER / f"step_{step}"
 
 
@@ -116,12 +106,8 @@ def write_header(folder: Path, header: StepDump) -> None:
 
 
 def read_header_of(folder: Path) -> StepDump:
-    """Read ``step.json``.
-
-    Raises:
-        InputError: the file is missing or belongs to another version of mppo, or an entry is not
-            valid; the message names it with its value.
-    """
+    """Read ``step.json``; InputError if it is missing or belongs to another version of mppo, or
+    with the name and value of an entry that is not valid."""
     path = folder / HEADER
     content = read_json(path, nan=True)
     if content.get("format") != _FORMAT:
@@ -143,11 +129,7 @@ def write_pieces(folder: Path, rank: int, pieces: Mapping[int, str]) -> None:
 
 
 def read_pieces(folder: Path, ranks: int) -> dict[int, str]:
-    """The text of the tokens of all ranks.
-
-    Raises:
-        InputError: a file is missing or not valid.
-    """
+    """The text of the tokens of all ranks; InputError if a file is missing or not valid."""
     pieces: dict[int, str] = {}
     for rank in range(ranks):
         stored = read_json(folder / f"rank_{rank}.json")
@@ -156,21 +138,15 @@ def read_pieces(folder: Path, ranks: int) -> dict[int, str]:
 
 
 def dumped_steps(path: Path) -> dict[int, Path]:
-    """The complete dumps by step, ascending, without those of lost work.
-
-    Args:
-        path: a run folder, its folder ``rollouts``, or the folder of one step.
-    """
+    """The complete dumps by step, ascending, without those of lost work, of a run folder, its
+    folder ``rollouts``, or the folder of one step."""
     found = _complete_dumps(path)
     return {step: folder for step, folder in found.items() if stale_reason(folder) is None}
 
 
 def stale_dumps(path: Path) -> dict[int, tuple[Path, str]]:
-    """The complete dumps of lost work by step, ascending, each with the reason.
-
-    Args:
-        path: as for ``dumped_steps``.
-    """
+    """The complete dumps of lost work by step, ascending, each with the reason; see
+    ``dumped_steps``."""
     found = _complete_dumps(path)
     return {s: (folder, why) for s, folder in found.items() if (why := stale_reason(folder))}
 

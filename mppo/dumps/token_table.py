@@ -42,15 +42,8 @@ class TokenTable:
 def read_token_tables(
     folder: Path, header: StepDump, indices: list[int], limit: int | None = None
 ) -> list[TokenTable]:
-    """Read some sequences of a dumped step.
-
-    Args:
-        indices: of the sequences, ascending.
-        limit: most tokens of a sequence; None: all.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: the dump is damaged.
-    """
+    """Read some sequences (ascending indices) of a dumped step, of each at most ``limit`` tokens;
+    ValueError, KeyError, TypeError or OSError if the dump is damaged."""
     experience = read_experience(folder, header.ranks, indices)
     pieces = read_pieces(folder, header.ranks)
     old, batch = experience.old, experience.old.batch

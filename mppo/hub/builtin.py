@@ -109,21 +109,12 @@ def cache_folder() -> Path:
 
 
 def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0) -> Path:
-    """Return the folder of a recipe's ``model.path``, ``critic.path`` or ``ref.path``.
+    """Return the folder of a recipe's ``model.path``, ``critic.path`` or ``ref.path``: a Hugging
+    Face folder, a Megatron checkpoint with its companions beside it, or ``builtin:NAME``
+    (``MODELS``).
 
     Several processes may call this at the same time: an embedded model's folder gets its name when
-    it is complete.
-
-    Args:
-        path: a Hugging Face folder, a Megatron checkpoint, or ``builtin:NAME`` with a name from
-            ``MODELS``.
-        cache_dir: folder for embedded models, created if it is missing; None: ``cache_folder``.
-        seed: seed of an embedded language model's weights. Config and tokenizer do not depend on
-            it, nor does a reward model.
-
-    Returns:
-        A folder with config.json (and, for embedded models, tokenizer and safetensors), or a
-        Megatron checkpoint with its companions beside it.
+    it is complete. ``seed`` is that of an embedded language model's weights only.
 
     Raises:
         ConfigError: no such folder, no config.json in it, or no such embedded model.
@@ -146,16 +137,9 @@ def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0)
 
 
 def read_model_config(folder: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the transformers config of a Hugging Face folder, or of the one beside a checkpoint.
-
-    Args:
-        folder: a Hugging Face folder, or a Megatron checkpoint.
-        trust_remote_code: run Python code of the folder.
-
-    Raises:
-        InputError: ``config.json`` is missing or unreadable, names an unknown family, or holds a
-            value out of range.
-    """
+    """Read the transformers config of a Hugging Face folder, or of the one beside a Megatron
+    checkpoint; ``trust_remote_code`` runs Python code of the folder. InputError if it is missing or
+    unreadable, names an unknown family, or holds a value out of range."""
     from transformers import AutoConfig
 
     from mppo.weights.hf.config_file import CONFIG, read_config_file
@@ -179,15 +163,11 @@ def load_config(path: str | Path, trust_remote_code: bool = False) -> Pretrained
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint.
+    """Load the tokenizer of a Hugging Face folder, or the one beside a Megatron checkpoint, without
+    a download.
 
-    Args:
-        folder: the folder; nothing is downloaded.
-        trust_remote_code: run Python code of the folder.
-
-    Returns:
-        A tokenizer with an end-of-sequence and a padding token. If the folder names no padding
-        token, the end-of-sequence token is used.
+    It has an end-of-sequence and a padding token; if the folder names no padding token, the
+    end-of-sequence token is used.
 
     Raises:
         ConfigError: the folder holds no tokenizer, or the tokenizer has no end-of-sequence token.
@@ -215,11 +195,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of a tokenizer's end-of-sequence token.
-
-    Raises:
-        InputError: the tokenizer has no end-of-sequence token.
-    """
+    """The id of a tokenizer's end-of-sequence token; InputError if it has none."""
     token = tokenizer.eos_token_id
     if not isinstance(token, int):
         raise InputError(f"the tokenizer's eos_token_id is {token}, not a token; name an eos_token")
@@ -227,11 +203,7 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """Check the files that transformers opens: regular files, and valid JSON.
-
-    Raises:
-        InputError: a file is not regular, or is not JSON; the message names it.
-    """
+    """Check that files that transformers opens are regular and valid JSON; else InputError."""
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             check_regular_files(place)
@@ -242,11 +214,8 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Create a tokenizer with one token per byte, and pad, bos, eos and sep.
-
-    It is a byte-level BPE without merges, the only form that every family's tokenizer class in
-    transformers loads unchanged.
-    """
+    """A tokenizer with one token per byte, and pad, bos, eos and sep: a byte-level BPE without
+    merges, the only form that every family's tokenizer class in transformers loads unchanged."""
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(BPE({token: index for index, token in enumerate(VOCAB)}, merges=[]))
@@ -298,14 +267,9 @@ def _write_builtin(name: str, cache_dir: Path, seed: int) -> Path:
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """A folder of the cache, written if it is missing.
-
-    Several processes may call this at the same time: a folder gets its name when it is complete.
-
-    Args:
-        folder: where it lies; its name says what is in it.
-        write: writes the content into a folder.
-    """
+    """A folder of the cache; ``write`` fills it if it is missing. Several processes may call this
+    at the same time: a folder gets its name when it is complete, and the name says what is in
+    it."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -22,18 +22,11 @@ from mppo.weights.torch_dist.reader import CheckpointReader
 
 
 def check_weights(role: RoleConfig, hf_config: Any) -> tuple[ConfigIssue, ...]:
-    """Check the headers of a role's weights and the files that an export copies.
+    """Check the headers of a role's weights and the files that an export copies, before any model
+    is built; an embedded model's need no check.
 
-    This runs before any model is built.
-
-    Args:
-        role: the role; an embedded model's files need no check.
-        hf_config: transformers config of the role's model.
-
-    Returns:
-        An issue if ``critic.value_head_init`` is not the default and the critic's model has a value
-        head;
-        every other problem is raised.
+    Returns an issue if ``critic.value_head_init`` is not the default and the critic's model has a
+    value head; every other problem is raised.
 
     Raises:
         OSError: a file is missing or cannot be read.

@@ -29,9 +29,6 @@ def fetch_data_set(wanted: DataSetName) -> tuple[Path, ...]:
     from the Hub's parquet copy. If several processes of a node call this, one downloads and the
     others wait for it.
 
-    Args:
-        wanted: data set, configuration and split.
-
     Raises:
         ConfigError: the Hub cannot be reached and the files are not in the cache, or there is no
             such data set, configuration or split.
@@ -75,7 +72,6 @@ def _download(name: str, patterns: Sequence[str], revision: str | None) -> Path:
 def _download_split(
     wanted: DataSetName, revision: str | None, patterns: Sequence[str]
 ) -> tuple[Path, ...]:
-    """Return the files whose names match the patterns, in one of the forms."""
     readable = [p if p.endswith(ENDINGS) else p + end for p in patterns for end in ENDINGS]
     folder = _download(wanted.name, readable, revision)
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -91,11 +87,8 @@ def _download_split(
 
 
 def _patterns(wanted: DataSetName, card: dict[str, Any]) -> list[str]:
-    """Patterns of the names of a split's files.
-
-    Raises:
-        ConfigError: the data set has several configurations, and none is named or is the default.
-    """
+    """Patterns of the names of a split's files; ConfigError if none of several configurations is
+    named or is the default."""
     configs = {entry["config_name"]: entry for entry in _configs(card)}
     chosen = wanted.config
     if chosen is None and configs:

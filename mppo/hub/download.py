@@ -21,25 +21,16 @@ LEFT_OUT = ("*/*", "consolidated*.safetensors")
 
 
 def file_patterns(weights: bool, trust_remote_code: bool) -> tuple[str, ...]:
-    """Return the patterns of the files to download.
-
-    Args:
-        weights: whether to download the weights, not only config.json and tokenizer.
-        trust_remote_code: whether to download the model's Python code.
-    """
+    """Patterns of the files to download: config.json and tokenizer, and if asked for, the weights
+    and the model's Python code."""
     parts = (CONFIG_FILES, WEIGHT_FILES if weights else (), CODE_FILES if trust_remote_code else ())
     return tuple(pattern for part in parts for pattern in part)
 
 
 def fetch_model(name: str, hub: Hub, weights: bool, trust_remote_code: bool) -> Path:
-    """Return the folder of a model in its hub's cache; download it if it is not there.
-
-    If several processes of a node call this, one downloads and the others wait for it.
-
-    Args:
-        name: ``owner/model``.
-        hub: ``model.hub``, not False.
-        weights, trust_remote_code: as for ``file_patterns``.
+    """Return the folder of a model (``owner/model``) in its hub's cache; download it
+    (``file_patterns``) if it is not there. If several processes of a node call this, one downloads
+    and the others wait for it.
 
     Raises:
         ConfigError: the hub cannot be reached, or has no such model.

@@ -13,13 +13,7 @@ class ModelConfigs:
     """Reads the config of a model by its path in the recipe.
 
     If the path is not on this machine, the folder of the same name in ``configs/`` beside the
-    recipe is read.
-
-    Args:
-        recipe: file of the recipe; None: the recipe consists of command-line keys only.
-
-    Attributes:
-        remarks: messages to the user about configs that were read from ``configs/``.
+    recipe's file is read, and ``remarks`` tells the user so.
     """
 
     def __init__(self, recipe: Path | None) -> None:
@@ -28,15 +22,7 @@ class ModelConfigs:
         self.remarks: list[str] = []
 
     def read(self, path: str | Path, trust_remote_code: bool = False) -> Any:
-        """Read the Hugging Face config of a model.
-
-        Args:
-            path: the model's folder, or its name.
-            trust_remote_code: run Python code of the model's folder.
-
-        Raises:
-            ConfigError: neither folder has a config.
-        """
+        """Read the Hugging Face config of a model; ConfigError if neither folder has one."""
         from mppo.hub.builtin import load_config, read_model_config
 
         name = str(path)
@@ -48,11 +34,8 @@ class ModelConfigs:
         return self._read[name]
 
     def folder(self, name: str) -> Path:
-        """The folder of a model, or the one in ``configs/`` that stands for it.
-
-        Raises:
-            ConfigError: neither folder has a config.
-        """
+        """The folder of a model, or the one in ``configs/`` for it; ConfigError if there is
+        neither."""
         from mppo.hub.builtin import resolve_model
 
         try:
@@ -61,11 +44,8 @@ class ModelConfigs:
             return self._stand_in(name, missing)
 
     def fetch(self, name: str, hub: Hub, weights: bool, trust_remote_code: bool) -> Path:
-        """Download a model's config from its hub (``fetch_model``).
-
-        Raises:
-            ConfigError: the hub cannot be reached, and ``configs/`` has no such model.
-        """
+        """Download a model's config from its hub (``fetch_model``); ConfigError if that fails, and
+        ``configs/`` has no such model."""
         from mppo.hub.download import fetch_model
 
         try:
@@ -77,11 +57,7 @@ class ModelConfigs:
             return shipped
 
     def _stand_in(self, name: str, missing: ConfigError) -> Path:
-        """The folder in ``configs/`` for a model that is not on this machine.
-
-        Raises:
-            ConfigError: there is none; ``missing``, the error of the model's own path.
-        """
+        """The folder in ``configs/`` for a model; raises ``missing`` if there is none."""
         shipped = None if Path(name).expanduser().exists() else self._shipped(name)
         if shipped is None:
             raise missing

@@ -22,16 +22,8 @@ SIZES = {
 
 
 def cached_small_model(plain: Mapping[str, Any]) -> Path:
-    """The folder of a small model in the cache, written if it is missing.
-
-    Several processes may call this at the same time.
-
-    Args:
-        plain: content of a config.json.
-
-    Returns:
-        A folder in Hugging Face form.
-    """
+    """The folder, in Hugging Face form, of a small model in the cache, written if it is missing.
+    Several processes may call this at the same time; ``plain``: content of a config.json."""
     definition = json.dumps([dict(plain), SIZES, VOCAB], sort_keys=True)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     folder = cache_folder() / f"small-{plain['model_type']}-{digest}"
@@ -39,12 +31,8 @@ def cached_small_model(plain: Mapping[str, Any]) -> Path:
 
 
 def write_small_model(plain: Mapping[str, Any], folder: Path) -> None:
-    """Write a model with a config's family, head and options, but small sizes.
-
-    Args:
-        plain: content of a config.json.
-        folder: where model and byte tokenizer are written.
-    """
+    """Write a model with a config's family, head and options, but small sizes, and a byte
+    tokenizer."""
     import torch
     import transformers as hf
 

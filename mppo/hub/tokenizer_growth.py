@@ -21,15 +21,8 @@ front of it."""
 
 
 def check_growth(file: Path, content: dict[str, Any]) -> None:
-    """Check the normalisers and the post-processor of a tokenizer.
-
-    Args:
-        file: its ``tokenizer.json``, for the message.
-        content: what the file holds.
-
-    Raises:
-        InputError: they may exceed a limit.
-    """
+    """Check the normalisers and the post-processor in the content of a tokenizer's
+    ``tokenizer.json``; InputError if they may exceed a limit."""
     growth = 1.0
     for stage in _stages(content.get("normalizer"), "normalizers"):
         given, added = stage.get("content"), stage.get("prepend")
@@ -60,7 +53,6 @@ def _most() -> str:
 
 
 def _stages(stage: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield a stage, or those of a sequence of stages."""
     if isinstance(stage, dict):
         yield stage
         for each in stage.get(inner) or ():

@@ -24,17 +24,9 @@ def tokens_of(
     special: bool = True,
     key: str = "model.path",
 ) -> list[list[int]]:
-    """The token ids of each text.
-
-    Args:
-        tokenizer: the tokenizer.
-        texts: any number of texts.
-        special: add the tokenizer's special tokens.
-        key: the recipe's key that names the tokenizer, for messages.
-
-    Raises:
-        ConfigError: the tokenizer takes longer than the limit, or its own code breaks off.
-    """
+    """The token ids of each text, with the tokenizer's special tokens if ``special``; the recipe
+    names it under ``key``. ConfigError if it takes longer than the limit, or its own code breaks
+    off."""
     answers: queue.SimpleQueue[list[list[int]] | BaseException] = queue.SimpleQueue()
 
     def work() -> None:

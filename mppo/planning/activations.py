@@ -27,12 +27,8 @@ class ModelKind:
     """What the activations of a model depend on besides its layout.
 
     Args:
-        shape: sizes of the model.
         active_experts: experts that process a token.
         softcap: attention scores are soft-capped without a fused kernel: only flash-attn has one.
-        logit_softcap: logits are soft-capped.
-        activation: name of the feed-forward's activation.
-        transformer_engine: the layers are Transformer Engine's.
     """
 
     shape: ModelShape
@@ -66,8 +62,6 @@ class Part:
     """One half of a layer, attention or feed-forward: bytes per micro-batch.
 
     Args:
-        kept: stored from the forward to the backward pass.
-        forward: most allocated at once in a pass that stores nothing.
         backward: most allocated at once in the backward pass beyond ``kept``; negative where it
             frees more than it allocates.
     """
@@ -82,13 +76,7 @@ class Layer:
     """Activations of one decoder layer on one rank.
 
     Args:
-        kind: the model.
-        megatron: the role's section of the recipe.
-        layout: its layout.
-        sparse: the feed-forward is a mixture of experts.
-        tokens: tokens of the rank's micro-batch.
         longest: tokens of a sequence.
-        itemsize: bytes of an activation's element.
     """
 
     kind: ModelKind
@@ -107,7 +95,6 @@ class Layer:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether hidden states between matrices are divided over the tensor-parallel ranks."""
         return self.megatron.sequence_parallel and self.layout.tp > 1
 
     @cached_property
@@ -191,11 +178,6 @@ class Layer:
         holds the keys and values of one rank and of the next; besides, three float32 outputs, or in
         a backward pass four times as many float32 gradients as keys and values (measured by
         ``benchmarks/context_gather.py``).
-
-        Args:
-            queries: bytes of this rank's queries.
-            key_value: bytes of this rank's own keys and values.
-            trained: whether it is a backward pass.
         """
         cp = self.layout.cp
         if cp == 1:
@@ -227,7 +209,6 @@ class Layer:
         )
 
     def _dense(self, ffn: int) -> Part:
-        """Feed-forward of a width: gate and up projections are one tensor."""
         f = self.tokens * self.itemsize * ffn / self.layout.tp
         # the product's gradient; its weight's gradient, which Transformer Engine adds to Megatron's
         # buffer; the output's gradient of all tokens
@@ -279,7 +260,6 @@ class Layer:
 
     @property
     def forward(self) -> float:
-        """Most allocated at once in a pass that stores nothing, the input included."""
         # Transformer Engine frees a norm's output with the product that follows
         before, after = (2, 4) if self.kind.transformer_engine else (4, 4)
         return max(before * self.stream + self.attention.forward,

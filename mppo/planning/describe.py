@@ -35,13 +35,7 @@ class RunPlan:
     """The plan of a run; as text it is what ``mppo-plan`` prints.
 
     Args:
-        recipe: the recipe.
-        fit: what is where on the GPUs, and whether it fits.
-        text: the plan.
         host_issue: why the run does not fit its hosts; None: it does.
-        plans: of the roles.
-        world_size: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
     """
 
     recipe: Recipe
@@ -54,12 +48,10 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits its GPUs and hosts."""
         return self.fit.verdict.fits and self.host_issue is None
 
     @property
     def verdict(self) -> str:
-        """The verdict, and what would help if the run does not fit."""
         found = describe_verdict(self.fit.verdict)
         return found if self.host_issue is None else f"{found}\n{self.host_issue}"
 
@@ -76,17 +68,8 @@ class RunPlan:
         return found
 
     def timing(self, options: TimeOptions) -> Callable[[], str]:
-        """Check the options of a prediction.
-
-        Args:
-            options: what is asked.
-
-        Returns:
-            A function that predicts, draws and searches, as far as asked: the text of all.
-
-        Raises:
-            ConfigError: an option is wrong, or the library is missing.
-        """
+        """Check the options; return a function that predicts, draws and searches as far as asked,
+        and describes it. ConfigError if an option is wrong, or the library is missing."""
         timing = Timing.of(self.recipe, self.fit.gpu, options)
         return lambda: self._predicted(timing)
 
@@ -116,17 +99,8 @@ class RunPlan:
 def plan_run(
     recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any], gpu: str | None = None
 ) -> RunPlan:
-    """Plan a run: who is where in which phase, and the verdict.
-
-    Args:
-        recipe: a recipe that is valid for this world size.
-        world_size: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
-        gpu: name of the GPU, or its memory in GiB; None: the recipe's GPU, or the default.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
+    """Plan a run: who is where in which phase, and the verdict. ``gpu``: its name or its memory in
+    GiB; None: the recipe's, or the default. ConfigError if there is no such GPU."""
     device = planned_gpu(recipe, gpu)
     plans = plan_roles(recipe, world_size, hf_configs)
     fit = plan_fit(recipe, plans, device)
@@ -145,7 +119,6 @@ def plan_run(
 
 
 def _in_short(fit: Fit, hosts_fit: bool, world_size: int) -> str:
-    """The verdict in one line."""
     verdict, where = fit.verdict, f"{world_size} x {fit.gpu.name}"
     if verdict.fits and hosts_fit:
         return f"verdict: {describe_verdict(verdict).splitlines()[-1]}: {where}"
@@ -162,13 +135,7 @@ def draw_plan(plan: RunPlan, picture: Path) -> None:
 
 
 def describe_plan(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> str:
-    """The plan as text: layouts, micro-batches, parameters and what they take.
-
-    Args:
-        recipe: a recipe that is valid for this world size.
-        world_size: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
-    """
+    """The plan as text: layouts, micro-batches, parameters and what they take."""
     plans = plan_roles(recipe, world_size, hf_configs)
     budgets = given_budgets(with_token_budgets(recipe, world_size, hf_configs))
     parts = [
@@ -277,13 +244,7 @@ def _parameters(plans: list[RolePlan]) -> str:
 
 
 def describe_fit(plans: Sequence[RolePlan], fit: Fit, need: HostNeed) -> str:
-    """Memory of GPUs and hosts by phase, who is where, and the verdict.
-
-    Args:
-        plans: the roles.
-        fit: what is where.
-        need: the host memory of a node.
-    """
+    """Memory of GPUs and hosts by phase, who is where, and the verdict."""
     chosen = "; ".join(
         f"{plan.role.name} {_offloaded(plan.role, fit.offload[plan.role.name])}" for plan in plans
     )
@@ -317,7 +278,6 @@ def _peaks(fit: Fit) -> str:
 
 
 def _places(fit: Fit) -> str:
-    """The table of residency of the rank with the largest moment."""
     use = fit.uses[fit.tightest]
     heads = ("phase", *use.parts, "passes, buffers", "engine", "contexts, NCCL", "sum", "host")
     rows: list[tuple[str, ...]] = [heads]
@@ -356,7 +316,6 @@ def residency_bars(fit: Fit) -> list[PhaseBars]:
 def _parts_at(
     use: RankUse, places: Mapping[str, Mapping[Part, Place]], where: Sequence[Place]
 ) -> dict[str, int]:
-    """Bytes of the parts in some places, by role and part."""
     return {
         f"{name} {part}": size
         for name, parts in use.parts.items()
@@ -366,7 +325,6 @@ def _parts_at(
 
 
 def _engine_bytes(moment: Moment) -> int:
-    """Bytes of the engine on the GPU, its context included."""
     return sum(n for name, n in moment.beside.items() if name.startswith(("engine", "KV")))
 
 

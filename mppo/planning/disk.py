@@ -21,10 +21,6 @@ def checkpoint_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
 
     For every trained role: weights, moments, and master weights in float32 if the weights are
     bfloat16. For the exported role also the moving average and the Hugging Face folder.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles (``plan_roles``).
     """
     size = BYTES[recipe.model.dtype]
     total = 0
@@ -44,10 +40,6 @@ def host_copy_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
 
     Each rank copies the shards that it writes; Megatron divides all shards evenly over the ranks.
     0 if training waits for saves.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles.
     """
     if not recipe.trainer.async_save:
         return 0
@@ -58,13 +50,7 @@ def host_copy_bytes(recipe: Recipe, plans: list[RolePlan]) -> int:
 
 
 def host_copy_warning(copy: int, memory: int, source: str) -> str | None:
-    """A warning if a node has too little memory for the copy; else None.
-
-    Args:
-        copy: of ``host_copy_bytes``.
-        memory: bytes that the run may use there.
-        source: where that number comes from.
-    """
+    """A warning if a node has too little memory for the copy; else None."""
     if copy <= memory:
         return None
     return (
@@ -74,26 +60,15 @@ def host_copy_warning(copy: int, memory: int, source: str) -> str | None:
 
 
 def describe_checkpoints(recipe: Recipe, plans: list[RolePlan], steps: int | None) -> str:
-    """One line: when checkpoints are saved; the size of one, of those kept, and of the host's copy.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles.
-        steps: PPO steps of the run; None if they depend on the data.
-    """
+    """One line: when checkpoints are saved, and the size of one, of those kept, and of the host's
+    copy. ``steps`` None: they depend on the data."""
     text, copy = _describe_disk(recipe, plans, steps), host_copy_bytes(recipe, plans)
     return f"{text}; each node's memory holds a copy of {_size(copy)}" if copy else text
 
 
 def disk_warning(recipe: Recipe, plans: list[RolePlan], steps: int | None, free: int) -> str | None:
-    """A warning if the checkpoints that a run keeps take more than the disk has; else None.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles.
-        steps: PPO steps of the run; None if they depend on the data.
-        free: bytes that are free on the disk of the run folder.
-    """
+    """A warning if the checkpoints that a run keeps take more than the ``free`` bytes of the
+    disk."""
     one = checkpoint_bytes(recipe, plans)
     count = (_most_at_once(recipe, steps) or 1) if _saves_regularly(recipe) else 1
     if count * one <= free:

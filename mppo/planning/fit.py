@@ -35,16 +35,8 @@ the plan of a phase is exact within about this much."""
 
 @dataclass(frozen=True)
 class Fit:
-    """What is where, and whether it fits.
-
-    Args:
-        gpu: the GPU.
-        engine: the engine on the same GPUs; None: it is on others.
-        offload: the parts that each role offloads.
-        table: where they are in each phase.
-        uses: memory of a rank for every combination of pipeline stages, by rank.
-        verdicts: whether these ranks fit.
-    """
+    """What is where, and whether it fits; ``uses`` and ``verdicts`` are by rank, of one rank for
+    every combination of pipeline stages. Without ``engine``, the engine is on other GPUs."""
 
     gpu: GpuType
     engine: Engine | None
@@ -59,22 +51,16 @@ class Fit:
         return max(self.verdicts, key=lambda rank: _shortage(self.verdicts[rank]))
 
     def moment(self, rank: int, name: str) -> Moment:
-        """The peak of a rank's phase."""
         return next(m for m in self.verdicts[rank].moments if m.phase == name)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on that rank."""
         return self.verdicts[self.tightest]
 
 
 def planned_gpu(recipe: Recipe, name: str | None = None) -> GpuType:
-    """The GPU for which a run is planned on another machine.
-
-    Args:
-        recipe: the recipe.
-        name: of the option --gpu; None: the recipe's, or the default.
-    """
+    """The GPU for which a run is planned on another machine: of --gpu (``name``), the recipe, or
+    the default."""
     if name is not None:
         return find_gpu(name)
     return find_gpu(str(recipe.trainer.gpu or DEFAULT_GPU), "trainer.gpu")
@@ -84,9 +70,6 @@ def own_gpu(recipe: Recipe) -> GpuType | None:
     """The GPU for which a run on this machine is planned; None on the CPU. Collective.
 
     Without ``trainer.gpu`` it is the smallest GPU of all ranks, so that all choose alike.
-
-    Args:
-        recipe: the recipe.
     """
     nbytes = device.nbytes()
     if nbytes is None:
@@ -98,13 +81,7 @@ def own_gpu(recipe: Recipe) -> GpuType | None:
 
 
 def plan_fit(recipe: Recipe, plans: Sequence[RolePlan], gpu: GpuType) -> Fit:
-    """Choose what is offloaded, and judge whether every rank fits.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles (``plan_roles``).
-        gpu: the GPU.
-    """
+    """Choose what is offloaded, and judge whether every rank fits."""
     uses = {rank: plan_use(recipe, plans, rank) for rank in ranks_by_stages(plans)}
     shape = plans[0].passes[0].kind.shape
     engine = colocated_engine(recipe, plans[0].layout.world, shape, plans[0].parameters)
@@ -123,12 +100,8 @@ def planned_residency(
 ) -> Residency:
     """Who is where in each phase of a run, with the choice of ``auto``.
 
-    Args:
-        recipe: a recipe that is valid for this world size.
-        world_size: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
-        gpu: the GPU; None: the run is on the CPU, where ``auto`` offloads nothing, and everything
-            comes back early.
+    Without ``gpu`` the run is on the CPU, where ``auto`` offloads nothing and everything comes back
+    early.
     """
     if gpu is None:
         offload = {role.name: _given(role) or NOTHING for role in recipe.roles()}
@@ -153,12 +126,6 @@ def choose_offload(
     then the one with the fewest parts. If none fits, the KV cache is planned for fewer sequences;
     if still none fits, everything is offloaded.
 
-    Args:
-        recipe: the recipe.
-        uses: memory of ranks on all combinations of stages.
-        engine: the engine on the same GPUs.
-        gpu: the GPU.
-
     Returns:
         The parts of every role, and the engine with the number of sequences that fits.
     """
@@ -178,7 +145,6 @@ def choose_offload(
 
 
 def _given(role: RoleConfig) -> Offload | None:
-    """What the recipe says of a role; None: auto."""
     offload = role.megatron.offload
     if offload == "auto":
         return None
@@ -200,12 +166,7 @@ def _count(offload: Offload) -> int:
 
 
 def copied_bytes(use: RankUse, table: Residency) -> int:
-    """Bytes that an iteration without a save copies to the device.
-
-    Args:
-        use: memory of a rank.
-        table: where its parts are.
-    """
+    """Bytes that an iteration without a save copies to the device."""
     phases = [table[phase] for phase in table if phase != SAVE]
     return sum(
         size
@@ -224,7 +185,6 @@ def _judged(
 
 
 def _largest(phase: str, uses: Iterable[RankUse], table: Residency, engine: Engine | None) -> int:
-    """Most bytes that a rank needs in a phase of the table."""
     return max(
         moment.total
         for use in uses
@@ -234,7 +194,6 @@ def _largest(phase: str, uses: Iterable[RankUse], table: Residency, engine: Engi
 
 
 def _shortage(verdict: Verdict) -> int:
-    """Bytes that a rank lacks; negative if it has more than it needs."""
     if verdict.engine is None or verdict.lacking_tokens <= 0:
         return verdict.over
     return max(verdict.over, verdict.lacking_tokens * verdict.engine.kv_per_token)

@@ -33,7 +33,6 @@ class ModelFlops:
             experts, of the experts that process the token.
         per_output: operations per token that passes the head: the head, and the last layer's
             feed-forward unless it is a mixture.
-        per_pair: operations of one layer's attention per pair of a query and a visible key.
         windows: by layer, the number of tokens that a query sees, itself included; None: all
             before it.
     """
@@ -44,12 +43,8 @@ class ModelFlops:
     windows: tuple[int | None, ...]
 
     def forward(self, lengths: Iterable[int], outputs: int) -> int:
-        """Operations of a forward pass.
-
-        Args:
-            lengths: tokens of each sequence.
-            outputs: tokens that pass the head.
-        """
+        """Operations of a forward pass over sequences of ``lengths`` tokens; ``outputs`` pass the
+        head."""
         lengths = list(lengths)
         pairs = sum(seen_pairs(n, window) for window in self.windows for n in lengths)
         return self.per_token * sum(lengths) + self.per_output * outputs + self.per_pair * pairs
@@ -66,12 +61,7 @@ def seen_pairs(length: int, window: int | None) -> int:
 
 
 def model_flops(hf_config: Any, head: Head) -> ModelFlops:
-    """Operations of the model a Hugging Face config describes.
-
-    Args:
-        hf_config: a transformers config object.
-        head: the model's head.
-    """
+    """Operations of the model a Hugging Face config describes."""
     shape, family = model_shape(hf_config), family_config(hf_config)
     table, active_experts = parameter_table(shape), experts_per_token(hf_config)
     last = shape.num_layers - 1
@@ -93,11 +83,7 @@ def model_flops(hf_config: Any, head: Head) -> ModelFlops:
 def update_flops(model: ModelFlops, batch: Sequences, plan: MicroBatchPlan, head_B: Tensor) -> int:
     """Operations of forward and backward over a plan's micro-batches, summed over all ranks.
 
-    Args:
-        model: operations of the model.
-        batch: the batch.
-        plan: sequences of every data-parallel rank's micro-batches.
-        head_B: int64 ``[B]``, tokens of each sequence that pass the head.
+    ``head_B``, int64 ``[B]``: tokens of each sequence that pass the head.
     """
     chosen = [index for rank in plan for indices in rank for index in indices]
     lengths = cast("list[int]", batch.lengths_B[chosen].tolist())  # pyright: ignore[reportUnknownMemberType] (torch's stub)
@@ -144,11 +130,8 @@ first row whose words all occur in the name applies."""
 
 
 def peak_tflops(name: str) -> float | None:
-    """Peak of a device by its name (``mppo.parallel.device.name``), TFLOP/s.
-
-    Returns:
-        None if it is unknown: a CPU, a part of a GPU (MIG), or a GPU not in ``PEAKS``.
-    """
+    """Peak of a device by its name, TFLOP/s; None for a CPU, a part of a GPU (MIG), or a GPU not in
+    ``PEAKS``."""
     words = set(re.split(r"[\s-]+", name))
     if "MIG" in words:
         return None

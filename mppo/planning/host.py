@@ -27,7 +27,6 @@ FIXES = {
     AVERAGE: "set actor.ema_decay=null: no moving average",
     ENGINE: "set rollout.mode=disaggregated: the engine on other nodes",
 }
-"""What frees the memory of a purpose."""
 PROCESS = 4 * GIB
 """Bytes of a rank's process besides tensors: Python, torch, CUDA's libraries, NCCL's buffers,
 prompts and responses. An estimate."""
@@ -37,17 +36,12 @@ ENGINE_PROCESS = 4 * GIB
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Host memory of the node that needs most.
-
-    Args:
-        parts: bytes by purpose.
-    """
+    """Host memory of the node that needs most, bytes by purpose."""
 
     parts: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return sum(self.parts.values())
 
     @property
@@ -57,13 +51,7 @@ class HostNeed:
 
 
 def host_need(recipe: Recipe, plans: Sequence[RolePlan], fit: Fit) -> HostNeed:
-    """The memory that a run needs on a node.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles.
-        fit: what is where.
-    """
+    """The memory that a run needs on a node."""
     world = plans[0].layout.world
     per_node = min(recipe.trainer.n_gpus_per_node or world, world)
     by_stages = {_stages(plans, rank): rank for rank in ranks_by_stages(plans)}
@@ -90,11 +78,8 @@ def memory_warnings(
     """What a run on this machine should be warned of before it starts.
 
     Args:
-        recipe: the recipe.
-        plans: its roles.
-        gpu: the GPU; None: the run is on the CPU.
-        memory: bytes of a node that the run may use.
-        source: where that number comes from.
+        gpu: None: the run is on the CPU.
+        memory: bytes of a node that the run may use; ``source`` says where that number comes from.
 
     Raises:
         ConfigError: what leaves the GPUs does not fit into the memory of a node.
@@ -120,13 +105,8 @@ def planned_host_issue(need: HostNeed, recipe: Recipe) -> ConfigIssue | None:
 
 
 def host_issue(need: HostNeed, memory: int, source: str) -> ConfigIssue | None:
-    """An issue if a node has too little memory; else None.
-
-    Args:
-        need: the need.
-        memory: bytes of the node that the run may use.
-        source: where that number comes from.
-    """
+    """An issue if a node needs more than its ``memory`` bytes, which ``source`` tells; else
+    None."""
     if need.total <= memory:
         return None
     parts = ", ".join(f"{name} {n / GIB:.1f}" for name, n in need.parts.items())
@@ -152,7 +132,6 @@ def _stages(plans: Sequence[RolePlan], rank: int) -> tuple[int, ...]:
 
 
 def _rank_parts(recipe: Recipe, plans: Sequence[RolePlan], fit: Fit, rank: int) -> dict[str, int]:
-    """Bytes in host memory of one rank, by purpose."""
     stages = _stages(plans, rank)
     passes = [plan.passes[stage] for plan, stage in zip(plans, stages)]
     actor = plans[0].stage_parameters[stages[0]]

@@ -25,10 +25,7 @@ class ParameterCount:
     """Parameters of one pipeline stage on one rank.
 
     Args:
-        dense: parameters outside of experts.
-        expert: parameters of experts.
         discarded: the vocabulary projection that Megatron builds before a value head replaces it.
-        frozen_dense, frozen_expert: how many of them are not trained.
     """
 
     dense: int
@@ -47,7 +44,6 @@ class Memory:
     """Bytes of one role on one rank between steps.
 
     Args:
-        weights: parameters in the model's type.
         gradients: float32 gradients.
         optimizer: Adam's moments and master weights.
         building: most bytes while the role is built.
@@ -62,7 +58,6 @@ class Memory:
 
     @property
     def resident(self) -> int:
-        """What the role keeps between steps."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -74,18 +69,13 @@ def stage_layers(
     last: int | None = None,
     chunks: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Decoder layers of every pipeline stage.
+    """Decoder layers of every pipeline stage, ascending.
 
     Args:
-        num_layers: layers of the model.
-        pp: stages.
         vpp: chunks per stage; layers are dealt to the stages once per chunk (Megatron's
             interleaving).
         first, last: layers of the first and last stage; the others divide the rest evenly.
         chunks: number of layers of every chunk, in model order; replaces ``first`` and ``last``.
-
-    Returns:
-        For each stage its layers, ascending; every layer is in one list.
     """
     if chunks is not None:  # chunk i belongs to stage i mod pp
         bounds = [0, *accumulate(chunks)]
@@ -128,16 +118,8 @@ def count_parameters(
     value_head: bool,
     freeze: Sequence[str] = (),
 ) -> ParameterCount:
-    """Parameters that one rank of a pipeline stage holds.
-
-    Args:
-        table: the model's parameter table.
-        layout: the role's layout.
-        stage: pipeline stage.
-        layers: decoder layers of the stage.
-        value_head: the model ends in a value head instead of the vocabulary.
-        freeze: patterns of what is not trained (``mppo.weights.frozen``), which are of layers.
-    """
+    """Parameters that one rank of a pipeline stage holds; ``freeze`` has patterns of layers'
+    parameters that are not trained (``mppo.weights.frozen``)."""
     ends: set[str] = {"embedding"} if stage == 0 else set()
     if stage == layout.pp - 1:
         ends |= {"final", "value" if value_head else "output"}
@@ -177,13 +159,7 @@ _LAYERS = ("layer", "dense", "sparse")
 
 def trains_gathering(table: Table, layers: Sequence[int], freeze: Sequence[str]) -> bool:
     """Whether a matrix of these layers that gathers its input is trained: one that sequence
-    parallelism cuts by outputs. Experts get their tokens from the dispatcher.
-
-    Args:
-        table: the model's parameter table.
-        layers: decoder layers.
-        freeze: patterns of what is not trained (``mppo.weights.frozen``).
-    """
+    parallelism cuts by outputs. Experts get their tokens from the dispatcher."""
     entries = (
         Entry(row, layer)
         for layer in layers
@@ -220,11 +196,6 @@ def role_memory(
     experts and one for experts, with their gradients; the old weights are freed when a buffer is
     complete. Parameters that ``critic.freeze`` names take the weights' bytes only.
 
-    Args:
-        role: the role.
-        layout: its layout.
-        count: parameters of this rank.
-        dtype: parameters' dtype.
         cpu_share: share of the moments that the CPU holds and updates. It also holds float32 copies
             of these main weights and of their gradients.
     """

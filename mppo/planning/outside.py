@@ -45,9 +45,8 @@ def communicators(roles: Iterable[tuple[Layout, bool, bool, bool]], rank: int) -
     (``mppo.pipeline.routes``).
 
     Args:
-        roles: each role's layout, whether it has experts on this rank, whether it is trained, and
-            whether its router's biases move.
-        rank: the rank.
+        roles: each role's layout, whether it has experts on this rank, whether it is trained,
+            and whether its router's biases move.
     """
     found: set[Any] = set()
     for layout, has_experts, trained, moves_biases in set(roles):
@@ -98,12 +97,9 @@ class Engine:
     """A rollout engine's memory on each GPU that it shares with the trainer.
 
     Args:
-        weights: bytes of its weights, while it has them.
         graphs: bytes of its CUDA graphs and workspaces.
-        context: bytes of its CUDA context.
         kv_per_token: bytes of its KV cache per token of a sequence; 0: unknown.
         sequences: number of sequences for which the KV cache must have room.
-        longest: tokens of such a sequence.
         share: share of the GPU's free memory that weights and KV cache take; None: no limit.
     """
 
@@ -124,7 +120,6 @@ class Engine:
 
     @property
     def cache(self) -> int:
-        """Bytes of the KV cache of ``sequences``."""
         return self.sequences * self.longest * self.kv_per_token
 
     @property
@@ -140,17 +135,13 @@ class Engine:
 
     @property
     def generating(self) -> dict[str, int]:
-        """Bytes by purpose while it generates."""
         if not self.cache:
             return self.with_weights
         return {**self.with_weights, f"KV cache of {self.sequences} sequences": self.cache}
 
     def kv_tokens(self, free: int) -> int:
-        """Tokens for which the KV cache has room.
-
-        Args:
-            free: bytes of the GPU that nothing but weights and KV cache takes while it generates.
-        """
+        """Tokens for which the KV cache has room in ``free`` bytes that it shares with the
+        weights."""
         room = free
         if self.share is not None:
             # the share of what is free before the server's graphs exist
@@ -164,12 +155,7 @@ def colocated_engine(
     """Memory of the engine on each GPU; None if it is on other GPUs.
 
     Its KV cache is to have room for all sequences that it generates at the same time.
-
-    Args:
-        recipe: the recipe.
-        world_size: number of ranks.
-        shape: shape of the actor's model.
-        parameters: number of parameters of the complete model.
+    ``parameters`` is of the complete model.
     """
     rollout = recipe.rollout
     if rollout.mode != "colocated" or rollout.urls:
@@ -180,14 +166,7 @@ def colocated_engine(
 
 
 def own_kv_tokens(recipe: Recipe, shape: ModelShape, parameters: int, gpu: GpuType) -> int:
-    """Tokens for which the KV cache of a server on GPUs of its own has room.
-
-    Args:
-        recipe: the recipe.
-        shape: shape of the actor's model.
-        parameters: number of parameters of the complete model.
-        gpu: the servers' GPU.
-    """
+    """Tokens for which the KV cache of a server on GPUs of its own has room."""
     engine = _engine(recipe, max(1, len(recipe.rollout.urls)), shape, parameters)
     return engine.kv_tokens(gpu.nbytes - engine.context - engine.graphs)
 

@@ -20,14 +20,8 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a micro-batch, if every sequence has the greatest length.
-
-    Args:
-        training: tokens of a micro-batch in training, over all context-parallel ranks.
-        forward: the same in forward-only passes; of a role without any, that of training.
-        sequence: tokens of a sequence.
-        response: tokens of its response.
-    """
+    """Tokens of a micro-batch over all context-parallel ranks, if every sequence has the greatest
+    length: in training, and in forward-only passes (of a role without any, as in training)."""
 
     training: int
     forward: int
@@ -40,14 +34,7 @@ class StagePasses:
     """The passes of one role on one pipeline stage.
 
     Args:
-        role: the role.
-        kind: its model.
-        layout: its layout.
-        stage: the pipeline stage.
-        layers: decoder layers of the stage.
-        lengths: tokens of micro-batches.
         micro_batches: micro-batches of a mini-batch.
-        mini_batches: mini-batches of an update.
         itemsize: bytes of an element of the weights and activations.
         overlaps_updates: mini-batches follow each other without a gap, and actor and critic are
             updated together.
@@ -92,26 +79,21 @@ class StagePasses:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage is the last one, which has the head."""
         return self.stage == self.layout.pp - 1
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer of the stage is a mixture of experts."""
         return any(layer.sparse for layer in self._training)
 
     @property
     def trained(self) -> bool:
-        """Whether the role has backward passes."""
         return self.role.trained
 
     @property
     def buffers(self) -> dict[Hashable, int]:
-        """Bytes of the layers' permanent buffers: those of Transformer Engine, or else the one in
-        which Megatron's sequence parallelism gathers a matrix's input.
-
-        Roles on a rank share a buffer that they have in common; it is as large as the largest.
-        """
+        """Bytes of the layers' permanent buffers: those of Transformer Engine, or the one in which
+        Megatron's sequence parallelism gathers a matrix's input. Roles on a rank share a buffer
+        that they have in common; it is as large as the largest."""
         if self.kind.transformer_engine:
             sparse = [layer.sparse for layer in self._training]
             return kept_tensors(self.kind.shape, self.layout, sparse, self.trained, self.itemsize)
@@ -122,15 +104,12 @@ class StagePasses:
 
     @property
     def chunk(self) -> float:
-        """Share of the stage's layers that a pass computes."""
         return 1 / self.layout.vpp
 
     @property
     def in_flight(self) -> float:
-        """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021).
-
-        They are of one mini-batch, unless updates overlap.
-        """
+        """Micro-batches whose activations the stage holds at once (Narayanan et al. 2021), of one
+        mini-batch unless updates overlap."""
         work = RoleWork("", (), chunks=self.layout.vpp)
         most = work.most_in_flight(self.stage, self.layout.pp) * self.chunk
         return most if self.overlaps_updates else min(most, self.micro_batches)
@@ -178,7 +157,6 @@ class StagePasses:
 
     @cached_property
     def forward(self) -> int:
-        """Most bytes of a forward-only pass."""
         layers = self._forward
         moments = [layer.forward for layer in layers]
         if self.is_last and self.role.head != "value":
@@ -200,11 +178,8 @@ class StagePasses:
         return int(count * self._forward[0].stream)
 
     def _angles(self, micro_batch: int) -> float:
-        """Rotary angles of a micro-batch in float32, the same for all layers.
-
-        Transformer Engine's kernel takes those of the longest sequence; latent attention does not
-        use it.
-        """
+        """Rotary angles of a micro-batch in float32. Transformer Engine's kernel takes those of the
+        longest sequence; latent attention does not use it."""
         shape = self.kind.shape
         if shape.mla is not None:
             return micro_batch / self.layout.cp * _FLOAT * shape.mla.qk_rope_head_dim

@@ -24,19 +24,11 @@ from mppo.planning.residency import (
 
 @dataclass(frozen=True)
 class RankPart:
-    """One role on one rank.
-
-    Args:
-        memory: what the role keeps.
-        passes: its passes.
-    """
-
     memory: Memory
     passes: StagePasses
 
     @property
     def name(self) -> str:
-        """Name of the role."""
         return self.passes.role.name
 
 
@@ -45,8 +37,6 @@ class Use:
     """What a phase allocates on a rank besides the parts of the roles.
 
     Args:
-        name: name of the phase in reports.
-        phase: the phase in the table of residency.
         extra: bytes at the peak.
         role: the role that computes; None: none does.
         roles: roles whose parts exist; None: all.
@@ -66,8 +56,6 @@ class RankUse:
     Args:
         parts: bytes of each part of each role.
         buffers: bytes that live as long as the roles, outside their parts.
-        uses: what the phases allocate.
-        communicators: number of NCCL communicators.
     """
 
     parts: Mapping[str, Mapping[Part, int]]
@@ -93,7 +81,6 @@ class RankUse:
     def role_bytes(
         self, name: str, places: Mapping[str, Mapping[Part, Place]], where: Sequence[Place]
     ) -> int:
-        """Bytes of a role's parts that are in some places."""
         return sum(n for part, n in self.parts[name].items() if places[name][part] in where)
 
     def peak(self, use: Use, table: Residency) -> int:
@@ -110,14 +97,8 @@ class RankUse:
 
 
 def rank_use(recipe: Recipe, parts: Sequence[RankPart], streamed: int, rank: int) -> RankUse:
-    """The memory of one rank.
-
-    Args:
-        recipe: the recipe.
-        parts: the roles in the order in which they are built.
-        streamed: bytes that a weight sync allocates.
-        rank: the rank.
-    """
+    """The memory of one rank; ``parts`` are in the order in which the roles are built, ``streamed``
+    bytes are of a weight sync."""
     buffers: dict[Hashable, int] = {}
     for part in parts:
         for buffer, size in part.passes.buffers.items():
@@ -162,7 +143,6 @@ def _building(parts: Sequence[RankPart]) -> list[Use]:
 
 
 def _computing(recipe: Recipe, parts: Sequence[RankPart]) -> list[Use]:
-    """Forward-only passes and updates."""
     trained = [part for part in parts if part.passes.trained]
     # through one pipeline, what is on its way may be another role's
     streamed = [
@@ -182,10 +162,8 @@ def _computing(recipe: Recipe, parts: Sequence[RankPart]) -> list[Use]:
 
 
 def _update(part: RankPart, trained: Sequence[RankPart]) -> int:
-    """Bytes of a role's update: its current pass, and the micro-batches in flight besides.
-
-    Those in a list of a schedule may be of several mini-batches and of the other role.
-    """
+    """A role's current pass, and the micro-batches in flight besides: those in a list of a schedule
+    may be of several mini-batches and of the other role."""
     passes = part.passes
     room = passes.in_flight - passes.chunk
     if not passes.overlaps_updates:

@@ -1,7 +1,5 @@
-"""The plan of a run: layout per role, micro-batches, parameters and memory.
-
-Needs only a recipe, a world size and the models' configs: no GPU, process group or weights.
-"""
+"""The plan of a run: layout per role, micro-batches, parameters and memory, without a GPU, process
+group or weights."""
 
 from __future__ import annotations
 
@@ -43,18 +41,12 @@ from mppo.weights.table import Table, parameter_table
 
 @dataclass(frozen=True)
 class RolePlan:
-    """The plan of one role.
+    """The plan of one role; lists are by pipeline stage, of one rank.
 
     Args:
-        role: name and sections.
-        layout: its layout.
-        parameters: parameters of the model.
-        stage_parameters: parameters of one rank, by pipeline stage.
-        memory: memory that one rank keeps, by pipeline stage.
-        passes: its passes, by pipeline stage.
         mini_batches: optimizer steps per PPO step; 0 for a frozen role.
-        micro_batches: micro-batches per data-parallel rank and mini-batch (per pass for a frozen
-            role), if every sequence has the maximal length.
+        micro_batches: per data-parallel rank and mini-batch (per pass for a frozen role), if
+            every sequence has the maximal length.
         micro_batch_tokens: tokens of the largest micro-batch.
     """
 
@@ -70,13 +62,7 @@ class RolePlan:
 
 
 def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> list[RolePlan]:
-    """The plan of every role that the recipe builds.
-
-    Args:
-        recipe: a recipe that is valid for this world size (``mppo.config.checks``).
-        world_size: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
-    """
+    """The plan of every role of a recipe that is valid for this world size."""
     recipe = with_token_budgets(recipe, world_size, hf_configs)
     plans: list[RolePlan] = []
     for role in recipe.roles():
@@ -88,13 +74,7 @@ def plan_roles(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -
 
 
 def plan_use(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> RankUse:
-    """The memory of one rank in each phase.
-
-    Args:
-        recipe: the recipe.
-        plans: of ``plan_roles``.
-        rank: the rank.
-    """
+    """The memory of one rank in each phase."""
     stages = [plan.layout.coordinates(rank).pp for plan in plans]
     parts = [RankPart(plan.memory[stage], plan.passes[stage]) for plan, stage in zip(plans, stages)]
     actor = plans[0]
@@ -110,10 +90,8 @@ def plan_use(recipe: Recipe, plans: Sequence[RolePlan], rank: int) -> RankUse:
 
 
 def with_token_budgets(recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]) -> Recipe:
-    """The recipe with numbers in place of the token budgets that are ``auto``.
-
-    A run starts with these numbers. For the arguments see ``plan_roles``.
-    """
+    """The recipe with numbers in place of the token budgets that are ``auto``; a run starts with
+    these."""
     given = given_budgets(recipe)
     if None not in given.values():
         return recipe
@@ -125,10 +103,7 @@ def with_token_budgets(recipe: Recipe, world_size: int, hf_configs: Mapping[str,
 def token_costs(
     recipe: Recipe, world_size: int, hf_configs: Mapping[str, Any]
 ) -> dict[str, TokenCost]:
-    """Estimated cost of a token of actor and critic, in sequences of the maximal length.
-
-    For the arguments see ``plan_roles``.
-    """
+    """Estimated cost of a token of actor and critic, in sequences of the maximal length."""
     numbers = with_budgets(recipe, dict.fromkeys(given_budgets(recipe), DEFAULT_TOKEN_BUDGET))
     response = recipe.data.max_response_length
     longest = recipe.data.max_prompt_length + response
@@ -205,15 +180,7 @@ def _mini_batches(recipe: Recipe, role: RoleConfig) -> tuple[int, int]:
 def _micro_batches(
     role: RoleConfig, layout: Layout, sequences: int, longest: int, training: bool
 ) -> tuple[int, int]:
-    """Number of micro-batches for a rank's sequences of maximal length, and the tokens of one.
-
-    Args:
-        role: the role.
-        layout: its layout.
-        sequences: sequences of one data-parallel rank.
-        longest: tokens of each sequence.
-        training: in training; False: in a forward-only pass.
-    """
+    """The number of micro-batches for sequences of maximal length, and the tokens of one."""
     b = role.batching
     per_micro, budget = b.ppo_micro_batch_size_per_gpu, b.token_budget
     if not training:

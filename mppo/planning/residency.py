@@ -1,8 +1,5 @@
-"""Who is where in which phase: the table of the parts of roles on the device and in host memory.
-
-An iteration passes through the phases in the table's order. ``mppo.trainer`` carries the table out;
-the plan counts memory by it.
-"""
+"""Who is where in which phase: the table of the parts of roles on the device and in host memory, by
+phase in order of time. ``mppo.trainer`` carries it out; the plan counts memory by it."""
 
 from __future__ import annotations
 
@@ -40,13 +37,6 @@ def residency(recipe: Recipe, offload: Mapping[str, Offload]) -> Residency:
     (also an export), and "save" (a checkpoint is loaded; it is written from where the parts are).
     Where roles run one after another, each has a phase of its own, such as "forward ref" and
     "update actor" (``forward_groups``, ``update_groups``).
-
-    Args:
-        recipe: the recipe.
-        offload: the parts that each role offloads, by role.
-
-    Returns:
-        Every role of the recipe with the parts that it has, by phase in order of time.
     """
     table: dict[str, dict[str, dict[Part, Place]]] = {}
     for phase, used in used_parts(recipe).items():
@@ -65,10 +55,6 @@ def with_early_returns(table: Residency, fits: Callable[[Residency, str], bool])
 
     Their copies then run beside the passes of that phase. The engine has the memory that generation
     leaves, and gradients are not copied: nothing comes back in generation, and no gradients do.
-
-    Args:
-        table: of ``residency``.
-        fits: whether all ranks have the memory for a phase of a table.
     """
     for phase, role, part in _early_returns(table):
         places: dict[Part, Place] = {**table[phase][role], part: "returning"}
@@ -103,17 +89,14 @@ def used_parts(recipe: Recipe) -> dict[str, dict[str, tuple[Part, ...]]]:
 
 
 def role_parts(role: RoleConfig) -> tuple[Part, ...]:
-    """The parts that a role has."""
     return TRAINED_PARTS if role.trained else FROZEN_PARTS
 
 
 def phase_of_role(recipe: Recipe, kind: Literal["forward", "update"], role: str) -> str:
-    """The phase in which a role has its forward pass or its update."""
     return next(name for name, group in _phases(recipe, kind).items() if role in group)
 
 
 def _phases(recipe: Recipe, kind: Literal["forward", "update"]) -> dict[str, tuple[str, ...]]:
-    """Names of the phases with passes of a kind, with their roles."""
     groups = forward_groups(recipe) if kind == "forward" else update_groups(recipe)
     named = {kind if len(group) > 1 else " ".join((kind, *group)): group for group in groups}
     if kind == "forward" and recipe.reward_model.in_use:

@@ -19,12 +19,8 @@ class TrainedRole:
     """The work of a trained role in an update.
 
     Args:
-        name: name of the role.
-        layout: the role's layout.
-        mini_batches: number of mini-batches (optimizer steps).
         micro_batches: number of micro-batches of each mini-batch, per data-parallel rank.
         cost: cost of a micro-batch's forward pass through all layers, in an arbitrary unit.
-        recomputes: whether the backward pass recomputes the forward pass.
     """
 
     name: str
@@ -56,15 +52,7 @@ class TrainedRole:
 
 
 def describe_schedule(recipe: Recipe, roles: Sequence[TrainedRole]) -> str:
-    """Describe the recipe's schedule and compare all kinds: time, idle share, activations.
-
-    Args:
-        recipe: the recipe.
-        roles: the trained roles.
-
-    Returns:
-        Lines of text.
-    """
+    """Describe the recipe's schedule and compare all kinds: time, idle share, activations."""
     kind, obstacle = schedule_kind(recipe), stream_obstacle(recipe)
     title = f"trainer.schedule = {recipe.trainer.schedule}: {kind}"
     if obstacle is not None:

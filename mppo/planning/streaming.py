@@ -31,15 +31,8 @@ def stream_bytes(
     A bucket of the stage is gathered from the shards of its tensor-parallel or expert-parallel
     ranks: this rank's shards, those of all ranks and the assembled bucket are then in memory,
     besides the bucket before it and the two buffers that servers read, which grow to the largest
-    buckets that they held. Ranks of other stages hold the assembled bucket only.
-
-    Args:
-        table: the model's parameter table.
-        layout: the actor's layout.
-        stage: pipeline stage of the rank.
-        layers: decoder layers of every stage.
-        bucket_bytes: size of a bucket; a larger tensor has a bucket of its own.
-        itemsize: bytes of an element of the weights.
+    buckets that they held. Ranks of other stages hold the assembled bucket only. A tensor larger
+    than ``bucket_bytes`` has a bucket of its own.
     """
 
     def bytes_of(entry: Entry) -> int:

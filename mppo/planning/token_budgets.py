@@ -1,8 +1,6 @@
-"""Token budgets with which a micro-batch of the actor takes as long as one of the critic.
-
-A recipe asks for such a budget with ``ppo_max_token_len_per_gpu: auto``. One shared pipeline then
-loses no time to stages that wait for the longer passes of the other role.
-"""
+"""Token budgets with which a micro-batch of the actor takes as long as one of the critic
+(``ppo_max_token_len_per_gpu: auto``), so that one shared pipeline does not wait for the other
+role's longer passes."""
 
 from __future__ import annotations
 
@@ -16,12 +14,8 @@ from mppo.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Cost of a token of a role's budget on one rank.
-
-    Args:
-        compute: time of its forward and backward pass, in a unit that both roles share.
-        activations: bytes of its activations, by pipeline stage.
-    """
+    """Cost of a token of a role's budget on one rank: time of its forward and backward pass in a
+    unit that both roles share, and bytes of activations by pipeline stage."""
 
     compute: float
     activations: tuple[float, ...]
@@ -38,8 +32,6 @@ def token_cost(
 
     Args:
         operations: floating-point operations of forward and backward pass per token.
-        layout: the role's layout.
-        recomputes: whether the backward pass repeats the forward pass.
         activations: bytes of the micro-batches in flight, of ``tokens`` each, by pipeline stage.
         tokens: tokens of that micro-batch, over all context-parallel ranks.
     """
@@ -60,7 +52,6 @@ def given_budgets(recipe: Recipe) -> dict[str, int | None]:
 
 
 def with_budgets(recipe: Recipe, budgets: Mapping[str, int]) -> Recipe:
-    """The recipe with these token budgets of actor and critic."""
     sections = {
         name: getattr(recipe, name).model_copy(update={"ppo_max_token_len_per_gpu": budget})
         for name, budget in budgets.items()
@@ -76,13 +67,6 @@ def balanced_budgets(
     Such a budget makes a micro-batch cost as much time as one of the other role, but its
     activations take no more memory than the other role's on any stage. If neither is given, the
     role whose tokens cost more has the default.
-
-    Args:
-        given: budget of each of two roles; None: to be chosen.
-        costs: costs of a token of each role.
-
-    Returns:
-        The budget of each role; at least 1.
     """
     budgets = {name: budget for name, budget in given.items() if budget is not None}
     if not budgets:

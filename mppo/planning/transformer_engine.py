@@ -18,20 +18,14 @@ Matrix = tuple[int, int]
 def kept_tensors(
     shape: ModelShape, layout: Layout, sparse: Sequence[bool], trained: bool, itemsize: int
 ) -> dict[Hashable, int]:
-    """What Transformer Engine keeps for a role's layers on one rank.
+    """Bytes that Transformer Engine keeps for a role's layers on one rank, by tensor; roles share a
+    tensor that they have in common.
 
     A layer adds its weights' gradient to Megatron's buffer itself. Autograd gets a tensor that
     nothing reads, which all layers with weights of the same shape share (``get_dummy_wgrad``).
 
     Args:
-        shape: the model.
-        layout: the role's layout.
         sparse: for each layer of the rank, whether its feed-forward is a mixture of experts.
-        trained: whether the role has backward passes.
-        itemsize: bytes of an element of the weights.
-
-    Returns:
-        Bytes by tensor. Roles share a tensor that they have in common, whatever their layouts.
     """
     workspaces = 1 + (_GROUPED_WORKSPACES if any(sparse) else 0)
     matrices: set[Matrix] = set()

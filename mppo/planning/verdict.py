@@ -24,14 +24,9 @@ class Moment:
     """Memory of a GPU at the peak of a phase.
 
     Args:
-        phase: name of the phase.
-        trainer: bytes of the trainer's tensors.
-        beside: bytes of all other memory, by purpose.
         held: bytes of the parts of each role.
         idle: those of them that the phase does not use.
-        role: the role that computes; None: none does.
         passes: bytes of its activations.
-        training: whether it is trained in this phase.
     """
 
     phase: str
@@ -45,7 +40,6 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes."""
         return self.trainer + sum(self.beside.values())
 
 
@@ -54,11 +48,8 @@ class Verdict:
     """Whether a rank fits.
 
     Args:
-        gpu: the type of the GPU.
         moments: the peaks of all phases, the largest first.
-        engine: the engine on the same GPU; None: it is on others.
-        kv_tokens: number of tokens for which the engine's KV cache has room during generation; None
-            without an engine.
+        kv_tokens: tokens for which the engine's KV cache has room during generation.
         fixes: changes to the recipe with the GiB that they free; empty if the rank fits.
     """
 
@@ -92,11 +83,6 @@ def beside_trainer(phase: str, outside: Mapping[str, int], engine: Engine | None
     The engine starts when all roles are built, and sleeps while a checkpoint is loaded. It has its
     weights from the weight sync on, when a checkpoint is written, and its KV cache while it
     generates, and while the reward model scores responses before it generates more (validation).
-
-    Args:
-        phase: name of the phase; "building ..." while a role is built.
-        outside: bytes outside the trainer's allocator, by purpose.
-        engine: the engine on the same GPU.
     """
     if engine is None or phase.startswith("building"):
         return dict(outside)
@@ -110,14 +96,7 @@ def beside_trainer(phase: str, outside: Mapping[str, int], engine: Engine | None
 def planned_moments(
     use: RankUse, table: Residency, engine: Engine | None, everything: Residency
 ) -> list[Moment]:
-    """The moments of a planned rank.
-
-    Args:
-        use: its memory.
-        table: where the parts are.
-        engine: the engine on the same GPU.
-        everything: where the parts would be if all were offloaded.
-    """
+    """The moments of a planned rank; ``everything`` is its table if all parts were offloaded."""
     outside = outside_bytes(use.communicators)
     return [_planned_moment(one, use, table, everything, outside, engine) for one in use.uses]
 
@@ -146,14 +125,7 @@ def _planned_moment(
 def judge(
     moments: Sequence[Moment], recipe: Recipe, gpu: GpuType, engine: Engine | None
 ) -> Verdict:
-    """Judge whether a rank fits its GPU.
-
-    Args:
-        moments: the peaks of its phases; one is called "generation".
-        recipe: the recipe.
-        gpu: the type of the GPU.
-        engine: the engine on the same GPU.
-    """
+    """Judge whether a rank fits its GPU; one of the moments is called "generation"."""
     ordered = sorted(moments, key=lambda moment: -moment.total)
     tokens = None
     if engine is not None and engine.kv_per_token:

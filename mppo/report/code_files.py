@@ -25,16 +25,11 @@ _OWN = Path(__file__).parents[1]
 
 
 def keep_code(folder: Path, recipe: Mapping[str, Any], done: int) -> list[str]:
-    """Copy the files into ``code/<key>/``, with secrets replaced.
+    """Copy the files into ``code/<key>/``, with secrets replaced; return the keys whose code has
+    changed since the last start.
 
-    A copy that an earlier start left and that differs is renamed to
-    ``<file>.until_step_<done>``.
-
-    Args:
-        done: PPO steps that are done.
-
-    Returns:
-        The keys whose code has changed since the last start.
+    A copy that an earlier start left and that differs is renamed to ``<file>.until_step_<done>``
+    (PPO steps that are done).
 
     Raises:
         OSError: a copy cannot be written.

@@ -55,7 +55,6 @@ class SampleRow(NamedTuple):
     place: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of the row's columns (``SAMPLE_COLUMNS``)."""
         texts = (self.prompt, self.response, self.ground_truth, self.answer or "")
         return (*texts, f"{self.score:.3f}", self.place)
 
@@ -145,8 +144,6 @@ class StepConsole:
 
 
 class _PhaseColumn(ProgressColumn):
-    """The phase that this rank is in, without its step."""
-
     def render(self, task: Task) -> Text:
         return Text(current().split(" > ")[-1].split(", step ")[0])
 
@@ -189,7 +186,6 @@ class _Display:
         self._live.update(Group(*self._warnings, self._bar, self._numbers))
 
     def stop(self) -> None:
-        """Remove the display."""
         self._live.stop()
 
 

@@ -29,7 +29,6 @@ class RunEvent:
         kind: "start" of a process of the run; its "end"; "died": it ended without one, which the
             next start finds; a "warning"; "engine": a lost server; or "code": a start found other
             code under a key of the recipe.
-        step: PPO steps that were done; None: unknown where it happened.
         time: UTC, ISO 8601.
     """
 
@@ -40,7 +39,6 @@ class RunEvent:
 
 
 def append_event(folder: Path, event: RunEvent) -> None:
-    """Append an event to the run's file."""
     path = folder / FILE
     line = json_line(asdict(event)).encode() + b"\n"
     with naming(path), path.open("a+b") as file:

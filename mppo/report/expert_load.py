@@ -15,10 +15,8 @@ _METRIC = re.compile(r"(\w+)/moe/layer_(\d+)/max_vio")
 
 
 def load_rows(runs: History) -> dict[str, tuple[list[int], dict[int, list[float]]]]:
-    """By role: the steps, and by layer the load of the fullest expert at each step.
-
-    The load is relative to an even load: 1 is even, 2 is twice as much.
-    """
+    """By role: the steps, and by layer the load of the fullest expert at each step, relative to an
+    even load: 1 is even, 2 is twice as much."""
     names = sorted({name for _, row in runs.rows for name in row})
     roles: dict[str, tuple[list[int], dict[int, list[float]]]] = {}
     for name in names:
@@ -32,11 +30,8 @@ def load_rows(runs: History) -> dict[str, tuple[list[int], dict[int, list[float]
 
 
 def plot_expert_load(runs: History, path: Path, title: str) -> bool:
-    """Write a PNG with one heat map per role, layers over steps.
-
-    Returns:
-        Whether a file was written; a run without experts has none.
-    """
+    """Write a PNG with one heat map per role, layers over steps; False for a run without
+    experts."""
     # only the rank that draws imports matplotlib: it takes half a second
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

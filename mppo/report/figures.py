@@ -24,13 +24,8 @@ _SHOWN: tuple[tuple[str, str, Callable[[Sequence[float]], float] | None], ...] =
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric over the whole run.
-
-    Args:
-        first: mean over the first tenth of its steps.
-        last: mean over the last tenth of its steps.
-        best: the best value; None for a metric that has none.
-    """
+    """A metric over the whole run: the means over the first and the last tenth of its steps, and
+    the best value if it has one."""
 
     label: str
     first: float

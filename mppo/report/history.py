@@ -51,13 +51,11 @@ def metric_name(name: str) -> str:
 
 
 class History:
-    """Appends one JSON object per logged step, and keeps all of them in memory.
+    """Appends one JSON object per logged step, and keeps all of them in memory (without ``path`` in
+    memory only).
 
     A run that resumes after step k keeps the interrupted run's lines up to k. Later lines belong to
     work that was lost, and are dropped.
-
-    Args:
-        path: the file; None: metrics are kept in memory only.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -66,11 +64,8 @@ class History:
         self._started = False
 
     def start(self, done: int) -> None:
-        """Read the lines of the first ``done`` steps, and drop later ones.
-
-        Raises:
-            InputError: a line is not valid (``read_history``).
-        """
+        """Read the lines of the first ``done`` steps, and drop later ones; raises as
+        ``read_history``."""
         self._started = True
         if self.path is None or not self.path.exists():
             return
@@ -121,11 +116,8 @@ def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def check_history(path: Path) -> None:
-    """Read the metrics of an earlier start, if there are any.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Read the metrics of an earlier start, if there are any; ConfigError if the file is
+    damaged."""
     try:
         if path.exists():
             read_history(path)

@@ -12,11 +12,8 @@ from mppo.safety.redact import redact_text
 
 
 def opening_lines(recipe: Recipe, info: LaunchInfo) -> list[str]:
-    """One line each for device, models, layouts, engine, data and run folder.
-
-    Args:
-        info: rank and world size of this process, whose device is already chosen.
-    """
+    """One line each for device, models, layouts, engine, data and run folder; the device is already
+    chosen."""
     world = info.world_size
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     roles = recipe.roles()

@@ -54,12 +54,6 @@ class Reporter:
     as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
     method does nothing.
 
-    Args:
-        run_dir: the run folder; created if it is missing.
-        trainer: ``logger``, ``project_name`` and ``experiment_name`` are read.
-        recipe_dump: the resolved recipe as plain values.
-        total_steps: length of the run, for the bar and the ETA.
-
     Raises:
         ConfigError: a tracker's package is not installed.
     """
@@ -93,12 +87,10 @@ class Reporter:
         self._history = History(self.run_dir / METRICS if "jsonl" in trainer.logger else None)
 
     def start(self, step: int) -> None:
-        """Start to write and to time.
+        """Start to write and to time, with ``step`` PPO steps done.
 
-        Args:
-            step: PPO steps that are done. Metrics, samples and timelines of later steps in the
-                folder belong to work that was lost, and are dropped; dumps of it are marked stale
-                until the run has passed their steps.
+        Metrics, samples and timelines of later steps in the folder belong to work that was lost,
+        and are dropped; dumps of it are marked stale until the run has passed their steps.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -136,12 +128,8 @@ class Reporter:
             self._console.start(step)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step, after ``start``.
-
-        Args:
-            step: the step, counted from 1; 0 for validation before the first.
-            metrics: its metrics; names are cleaned (``metric_name``) for all files and trackers.
-        """
+        """Log the metrics of a step, after ``start``; step 0 is validation before the first. Names
+        are cleaned (``metric_name``) for all files and trackers."""
         if not self.is_main:
             return
         metrics = {metric_name(name): value for name, value in metrics.items()}
@@ -181,12 +169,8 @@ class Reporter:
         self.line(f"warning: {text}")
 
     def flush(self) -> None:
-        """Flush metrics, samples and events to disk: what a checkpoint's steps wrote must not be
-        lost if the machine loses power after the checkpoint is complete.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Flush metrics, samples and events to disk (OSError if it failed): what a checkpoint's
+        steps wrote must not be lost if the machine loses power after the checkpoint is complete."""
         if not self.is_main or not self._started:
             return
         for path in (self.run_dir / name for name in (METRICS, SAMPLES, EVENTS)):
@@ -195,10 +179,8 @@ class Reporter:
         flush(self.run_dir)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print completions as a table, append them to samples.jsonl, and pass them to trackers.
-
-        Secrets and halves of surrogate pairs in them are replaced.
-        """
+        """Print completions as a table, append them to samples.jsonl, and pass them to trackers,
+        with secrets and halves of surrogate pairs replaced."""
         if not self.is_main or not rows:
             return
         rows = [row.cleaned() for row in rows]
@@ -214,17 +196,16 @@ class Reporter:
             self._console.samples(step, rows)
 
     def close(self, status: RunState | None = None) -> None:
-        """Write plots and report, and close progress bar and trackers; idempotent.
-
-        Without ``start`` nothing happens.
+        """Write plots and report, and close progress bar and trackers; idempotent, and nothing
+        without ``start``.
 
         Args:
             status: how the run ended. None: "failed" while an exception propagates, otherwise
                 "stopped early" before the last step or "finished".
 
         Raises:
-            OSError: the report cannot be written. While another exception propagates, only a line
-                is printed.
+            OSError: the report cannot be written. While another exception propagates, only a
+                line is printed.
         """
         if not self._started:
             return

@@ -14,13 +14,8 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class PhaseBars:
-    """Memory of a rank in a phase.
-
-    Args:
-        device: bytes on the GPU by name: a role and a part ("actor optimizer"), or "passes",
-            "engine", "contexts".
-        host: bytes in host memory by role and part.
-    """
+    """Memory of a rank in a phase, in bytes by name: a role and a part ("actor optimizer"); on the
+    GPU also "passes", "engine" and "contexts"."""
 
     phase: str
     device: Mapping[str, int]
@@ -28,13 +23,8 @@ class PhaseBars:
 
 
 def draw_residency(title: str, bars: Sequence[PhaseBars], gpu_bytes: int, path: Path) -> None:
-    """Draw the phases from top to bottom, the GPU's memory to the right, the host's to the left.
-
-    Args:
-        bars: the phases in order of time.
-        gpu_bytes: memory of the GPU, drawn as a line.
-        path: file of the image; its suffix selects the format.
-    """
+    """Draw the phases in order of time from top to bottom, the GPU's memory to the right (its total
+    as a line), the host's to the left."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -24,11 +24,7 @@ _LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run, each read when it is first asked for.
-
-    Raises:
-        InputError: a file is damaged.
-    """
+    """The files of a run, each read when it is first asked for; InputError if one is damaged."""
 
     folder: Path
 
@@ -40,11 +36,7 @@ class RunRecord:
         return [{"step": step, **metrics} for step, metrics in rows]
 
     def frame(self) -> Any:
-        """The metrics as a data frame of pandas, one row per step.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
+        """The metrics as a data frame of pandas, one row per step; InputError without pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError as error:
@@ -79,11 +71,8 @@ class RunRecord:
         return dumped_steps(self.folder)
 
     def dump(self, step: int) -> StepDump:
-        """The header of a dumped step, with a row for each sequence.
-
-        Raises:
-            InputError: the step was not dumped, or the dump is damaged.
-        """
+        """The header of a dumped step, with a row for each sequence; InputError if there is no such
+        dump, or it is damaged."""
         if step not in self.dumps:
             known = ", ".join(map(str, self.dumps)) or "none"
             raise InputError(f"{self.folder}: step {step} is not dumped; dumped steps: {known}")
@@ -91,12 +80,8 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """Read what a run has written.
-
-    Raises:
-        InputError: there is no such folder, or it holds other things than a run. One that is empty
-            is a run that has written nothing yet.
-    """
+    """Read what a run has written, possibly nothing yet; InputError if there is no such folder, or
+    it holds other things than a run."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such run folder; give trainer.default_local_dir")

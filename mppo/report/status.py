@@ -21,13 +21,8 @@ RunState = Literal["running", "finished", "stopped early", "failed"]
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run.
-
-    Args:
-        status: the state; still "running" if the run was killed.
-        step: PPO steps that were done when the file was written.
-        mppo: version of mppo that wrote the file.
-    """
+    """The state of a run, still "running" if it was killed: PPO steps that were done when the file
+    was written, and the version of mppo that wrote it."""
 
     status: RunState
     step: int
@@ -36,7 +31,6 @@ class Status:
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Write the file atomically."""
     replace_text(folder / FILE, f"{json.dumps(asdict(status))}\n")
 
 
@@ -51,10 +45,8 @@ def read_status(folder: Path) -> Status | None:
 
 
 def finished_steps(folder: Path) -> int:
-    """Steps of a finished run in a folder; 0 if there is none.
-
-    Folders of older versions have no status.json; there the report is read.
-    """
+    """Steps of a finished run in a folder; 0 if there is none. Folders of older versions have no
+    status.json; there the report is read."""
     status = read_status(folder)
     if status is not None:
         return status.step if status.status == "finished" else 0

@@ -28,12 +28,7 @@ def run_report(
     samples: Mapping[int, Sequence[SampleRow]],
     recipe: Mapping[str, Any],
 ) -> str:
-    """The report as Markdown.
-
-    Args:
-        seconds: wall-clock seconds of this process, without the time before a resume.
-        samples: completions by step.
-    """
+    """The report as Markdown. ``seconds``: of this process, without the time before a resume."""
     steps = [step for step, _ in runs.rows]
     lines = [f"# {name}", "", f"{status.capitalize()} after {max(steps, default=0)} steps, "]
     lines[-1] += f"{format_duration(seconds)}. Recipe: `recipe.yaml`; numbers: `metrics.jsonl`."
@@ -84,11 +79,7 @@ def _phases(runs: History) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of samples as lines of Markdown; long texts are cut.
-
-    Args:
-        rows: texts of the columns ``SAMPLE_COLUMNS``.
-    """
+    """A table of samples (``SAMPLE_COLUMNS``) as lines of Markdown; long texts are cut."""
     heads = [f"| {' | '.join(SAMPLE_COLUMNS)} |", "|---" * len(SAMPLE_COLUMNS) + "|"]
     return [*heads, *(f"| {' | '.join(map(_cell, cells))} |" for cells in rows)]
 

@@ -18,12 +18,8 @@ _STEP = "black"
 
 
 def draw_timeline(panels: Sequence[tuple[str, Sequence[Sequence[Event]]]], path: Path) -> None:
-    """Draw timelines below each other, on one time axis in seconds, and write them as an image.
-
-    Args:
-        panels: for each timeline its title and the events of every rank.
-        path: file of the image; its suffix selects the format.
-    """
+    """Draw timelines (title, and the events of every rank) below each other, on one time axis in
+    seconds, and write them as an image."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -26,11 +26,8 @@ def calibration_lines(runs: History) -> list[tuple[int, list[float], list[float]
 
 
 def plot_calibration(runs: History, path: Path, title: str) -> bool:
-    """Write a PNG with a line per step; a calibrated critic's is the diagonal.
-
-    Returns:
-        Whether a file was written; a run without a critic has none.
-    """
+    """Write a PNG with a line per step; a calibrated critic's is the diagonal. False for a run
+    without a critic."""
     # only the rank that draws imports matplotlib: it takes half a second
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -48,12 +48,7 @@ _LAYER = re.compile(r"(\w+)/moe/layer_(\d+)/min_vio")
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A warning about the last steps.
-
-    Args:
-        name: of the rule, such as ``kl_runs_away``.
-        text: what is wrong, with the number.
-    """
+    """A warning about the last steps; its name is that of the rule, such as ``kl_runs_away``."""
 
     name: str
     text: str
@@ -65,12 +60,8 @@ class RunWarning:
 
 @dataclass(frozen=True)
 class WarningRule:
-    """A rule.
-
-    Args:
-        find: the rule's function, whose name is the rule's.
-        advice: what to try, or a function of the steps that returns it.
-    """
+    """A rule with the name of its function, and what to try, or a function of the steps that
+    returns it."""
 
     find: Finding
     advice: str | Callable[[Rows], str]
@@ -80,7 +71,6 @@ class WarningRule:
         return self.find.__name__
 
     def check(self, rows: Rows) -> RunWarning | None:
-        """The rule's warning about the last steps, if there is one."""
         text = self.find(rows)
         if text is None:
             return None
@@ -89,12 +79,9 @@ class WarningRule:
 
 
 RULES: list[WarningRule] = []
-"""All rules, in the order of this file."""
 
 
 def _rule(advice: str | Callable[[Rows], str]) -> Callable[[Finding], Finding]:
-    """Decorator that adds a function to ``RULES``."""
-
     def register(find: Finding) -> Finding:
         RULES.append(WarningRule(find, advice))
         return find
@@ -309,23 +296,15 @@ def steps_are_skipped(rows: Rows) -> str | None:
 
 
 def current_warnings(rows: Rows) -> list[RunWarning]:
-    """The warnings about the last steps of a run.
-
-    Args:
-        rows: ``course`` of the run.
-    """
+    """The warnings about the last steps of a run, given by its ``course``."""
     if len(rows) < WINDOW:
         return []
     return [found for rule in RULES if (found := rule.check(rows)) is not None]
 
 
 def course(steps: Steps, end: int) -> Rows:
-    """The metrics that the rules read: those of the first trained steps, and of the last ones.
-
-    Args:
-        steps: number and metrics of each step; the first may be the validation before training.
-        end: how many of them are over.
-    """
+    """The metrics that the rules read, of the first trained steps and of the last ones; ``end``
+    steps are over. The first one may be the validation before training."""
     first = 1 if steps and steps[0][0] == 0 else 0
     beginning = steps[first : min(first + WINDOW, end)]
     recent = steps[max(first + WINDOW, end - MOST_STEPS) : end]
@@ -334,11 +313,7 @@ def course(steps: Steps, end: int) -> Rows:
 
 @dataclass(frozen=True)
 class WarningSpan:
-    """Steps in which a rule warned without a pause.
-
-    Args:
-        warning: of the last of these steps.
-    """
+    """Steps in which a rule warned without a pause, with the warning of the last one."""
 
     warning: RunWarning
     first: int
@@ -347,11 +322,7 @@ class WarningSpan:
 
 
 def warning_spans(steps: Steps) -> list[WarningSpan]:
-    """The warnings of a run, the ongoing ones first, then by their first step.
-
-    Args:
-        steps: as for ``course``.
-    """
+    """The warnings of a run, the ongoing ones first, then by their first step."""
     open_spans: dict[str, tuple[int, RunWarning]] = {}
     found: list[WarningSpan] = []
     before = 0

@@ -22,9 +22,6 @@ class ScoreCache:
 
     The content is everything that a reward function can see: data source, prompt, ground truth,
     other columns, and the response's text and tokens. A response without a score is not remembered.
-
-    Args:
-        entries: most scores.
     """
 
     def __init__(self, entries: int = ENTRIES) -> None:

@@ -30,11 +30,8 @@ class ScoringError(RuntimeError):
 def scoring_ranks(homes: Sequence[int], world: int) -> list[int]:
     """The rank that scores each response: at most ``ceil(responses / world)`` on every rank.
 
-    A response is scored where its tokens are, unless that rank has more than its share: a server
-    behind one rank must not leave all scoring to that rank.
-
-    Args:
-        homes: rank that holds the tokens of each response.
+    A response is scored at its home, where its tokens are, unless that rank has more than its
+    share: a server behind one rank must not leave all scoring to that rank.
     """
     share = -(-len(homes) // world)
     counts: Counter[int] = Counter()
@@ -50,15 +47,10 @@ def score_divided(
     score: Callable[[Sequence[tuple[Prompt, Tensor]]], list[ResponseScore]],
     episodes: Sequence[Episode],
 ) -> list[ResponseScore]:
-    """Score an even part of the responses on every rank and return all scores on every rank.
+    """Score an even part of the responses on every rank and return all scores on every rank;
+    ScoringError if it failed on some rank.
 
     Collective if there is a process group. Tokens of responses that their home does not score move.
-
-    Args:
-        score: scores responses, of which it gets prompt and tokens, or raises.
-
-    Raises:
-        ScoringError: scoring failed on some rank.
     """
     wanted: list[list[int]] = [[] for _ in range(group_size())]
     homes = [each.home for each in episodes]
@@ -81,16 +73,11 @@ def exchange_scores(
     episodes: Mapping[int, Episode],
     failure: Exception | None,
 ) -> dict[int, ResponseScore]:
-    """Gather the scores of all ranks, or raise on all. Collective if there is a process group.
+    """Gather the scores of all ranks, or raise ScoringError on all if one has a ``failure``
+    (``exchange_results``). Collective if there is a process group.
 
-    Rewards of tokens stay on, or move to, the rank that holds the response.
-
-    Args:
-        episodes: by key; token rewards under another key are dropped.
-        failure: see ``exchange_results``.
-
-    Raises:
-        ScoringError: some rank passed a failure.
+    Rewards of tokens stay on, or move to, the rank that holds the response; those under a key that
+    is not in ``episodes`` are dropped.
     """
     sent = {key: replace(each, token_rewards=()) for key, each in mine.items()}
     rewarded = [key for key, each in mine.items() if each.token_rewards and key in episodes]
@@ -108,11 +95,8 @@ def _bring_rewards(
     mine: Mapping[int, ResponseScore],
     episodes: Mapping[int, Episode],
 ) -> dict[int, Sequence[float]]:
-    """Token rewards of the responses whose home this rank is; collective if any of them move.
-
-    Args:
-        rewarded: keys of the responses with token rewards, by the rank that scored them.
-    """
+    """Token rewards of the responses whose home this rank is; collective if any move. ``rewarded``:
+    keys of the responses with token rewards, by the rank that scored them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     scored = [(at, key) for at, keys in enumerate(rewarded) for key in keys]
     moving = [(at, key) for at, key in scored if episodes[key].home != at]
@@ -134,18 +118,8 @@ def _bring_rewards(
 
 
 def exchange_results(result: T, failure: Exception | None) -> list[T]:
-    """Gather the results of all ranks, or raise on all. Collective if there is a process group.
-
-    Args:
-        result: of this rank: any object that can be pickled.
-        failure: this rank's exception, None if it succeeded. The other ranks get its message.
-
-    Returns:
-        The results by rank.
-
-    Raises:
-        ScoringError: some rank passed a failure.
-    """
+    """Gather the results of all ranks, which can be pickled, or raise ScoringError on all with the
+    message of a rank's ``failure``. Collective if there is a process group."""
     message = None if failure is None else str(failure)
     if message is not None and not isinstance(failure, ValueError):
         # the text of a KeyError, say, is only the key

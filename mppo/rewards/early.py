@@ -14,13 +14,8 @@ _FORGOTTEN = -1
 
 
 class EarlyScores:
-    """Scores responses on the rank that received them, in a thread, during generation.
-
-    The reward function gets the responses in parts, in the order in which they finish.
-
-    Args:
-        scorer: calls the reward function, and applies clip and penalties.
-    """
+    """Scores responses on the rank that received them, in a thread, during generation; the reward
+    function gets them in parts, in the order in which they finish."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -30,11 +25,8 @@ class EarlyScores:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scoring")
 
     def take(self, keys: Sequence[int], episodes: Sequence[Episode]) -> None:
-        """Start to score finished responses; returns at once, any thread may call it.
-
-        Args:
-            keys: one per episode; ``finish`` finds the scores by them.
-        """
+        """Start to score finished responses; returns at once, any thread may call it. ``finish``
+        finds the scores by ``keys``, one per episode."""
         scores = self._pool.submit(self._scorer.raw_scores, episodes)
         self._parts.append((list(keys), scores))
 
@@ -54,11 +46,8 @@ class EarlyScores:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def finish(self, keys: Sequence[int], episodes: Sequence[Episode]) -> list[ResponseScore]:
-        """Return what ``Scorer.score`` returns; score now what was not taken early. Collective.
-
-        Raises:
-            ScoringError: scoring failed on some rank.
-        """
+        """Return what ``Scorer.score`` returns, and score now what was not taken early. Collective;
+        ScoringError if scoring failed on some rank."""
         by_key = dict(zip(keys, episodes, strict=True))
         failure: Exception | None = None
         try:

@@ -19,12 +19,10 @@ from mppo.rewards.verifiers import (
 def extract_answer(verifier: str, response: str) -> str | None:
     """The answer that a verifier reads in a response, in one spelling for equal answers.
 
-    Answers of ``math_flexible`` are equal if their texts are, apart from spaces and the spelling of
-    numbers: the package that compares them as formulas compares only pairs.
-
-    Returns:
-        At most ``ANSWER_CHARACTERS`` characters; empty if the response has no answer; None for a
-        verifier that reads none, such as ``code``.
+    At most ``ANSWER_CHARACTERS`` characters; empty if the response has no answer; None for a
+    verifier that reads none, such as ``code``. Answers of ``math_flexible`` are equal if their
+    texts are, apart from spaces and the spelling of numbers: the package that compares them as
+    formulas compares only pairs.
     """
     if verifier not in _EXTRACT:
         return None

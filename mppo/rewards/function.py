@@ -34,7 +34,6 @@ class FunctionReward:
     Args:
         name: ``module:function`` or ``path.py:function``. The function returns for each response a
             value that ``mppo.rewards.result`` reads.
-        kwargs: its arguments besides those of its form.
         memory_mb: limit of a process's address space in MiB.
         workers: processes; the function's state in one of them is not known to the others.
         batch_size: most responses in one call, if the form allows several; None: an equal part of
@@ -82,12 +81,8 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class CallableReward:
-    """Calls a function of the program that started the run, in this process and without limits.
-
-    Args:
-        function: as that of ``FunctionReward``.
-        timeout_s: seconds after which a call of a coroutine function is cancelled.
-    """
+    """Calls a function (see ``FunctionReward``) of the program that started the run, in this
+    process and without limits, except that a coroutine is cancelled after ``timeout_s`` seconds."""
 
     name: str
     function: Callable[..., Any]
@@ -136,18 +131,13 @@ def _failure(name: str, response: Response, how: str) -> str:
 
 
 def item_of(response: Response, form: FunctionForm) -> Item:
-    """The arguments of a function for one response."""
     prompt, ids = response.prompt, list(response.token_ids) if form.takes_ids else []
     return prompt.data_source, response.text, prompt.ground_truth, extra_info(prompt), ids
 
 
 def extra_info(prompt: Prompt) -> dict[str, Any]:
-    """Build the ``extra_info`` that the function gets for a data row.
-
-    Returns:
-        The row's column ``extra_info`` if it has one, as verl's rows do; otherwise its other
-        columns and ``prompt``. A new dict at every call.
-    """
+    """Build the ``extra_info`` for a data row, a new dict at every call: the row's column of that
+    name if it has one, as verl's rows do; otherwise its other columns and ``prompt``."""
     if "extra_info" in prompt.extra:
         own = prompt.extra["extra_info"]
         if own is None or isinstance(own, Mapping):
@@ -156,14 +146,7 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> FunctionReward:
-    """Import the function of ``reward.function`` and check its signature before a worker starts.
-
-    Args:
-        name: ``module:function`` or ``path.py:function``.
-        settings: others of ``FunctionReward``.
-
-    Raises:
-        ConfigError: the function cannot be imported, or does not accept the arguments.
-    """
+    """Import the function of ``reward.function`` and check its signature before a worker starts;
+    ConfigError if it cannot be imported, or does not accept the arguments."""
     function = import_callable(KEY, name, "function", "name a function of it")
     return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)

@@ -19,11 +19,8 @@ _INTEGER = r"(0|-?[1-9][0-9]{0,4299})"
 
 
 def boxed_as_text(response: str) -> str | None:
-    """Return the content of the last ``\\boxed{...}``, or of ``\\boxed ...`` up to a dollar sign.
-
-    Returns:
-        None if there is no box, or if the last one is not closed.
-    """
+    """The content of the last ``\\boxed{...}``, or of ``\\boxed ...`` up to a dollar sign; None if
+    there is no box, or if the last one is not closed."""
     if "\\boxed " in response:
         return response.rpartition("\\boxed ")[2].partition("$")[0]
     _, box, rest = response.rpartition("\\boxed")
@@ -54,11 +51,7 @@ def spelled_latex(answer: str) -> str:
 
 
 def _spell(text: str) -> str:
-    """One spelling for the fractions, roots, units and spaces that MATH's answers vary in.
-
-    Raises:
-        _NotSpelled: it has no such spelling.
-    """
+    """One spelling for the fractions, roots, units and spaces that MATH's answers vary in."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     text = text.replace("\\left", "").replace("\\right", "")

@@ -18,11 +18,7 @@ def extract_program(response: str) -> str:
 
 
 def parse_tests(ground_truth: str) -> list[Any]:
-    """Read the tests of a ground truth; all have the same form.
-
-    Raises:
-        InputError: the ground truth has neither form, or no tests.
-    """
+    """The tests of a ground truth, all of one form; InputError for another form or no tests."""
     try:
         tests = json.loads(ground_truth)
     except ValueError:

@@ -12,12 +12,8 @@ from mppo.batch.prompt import Prompt
 
 @dataclass(frozen=True)
 class Response:
-    """A decoded response and the prompt it answers.
-
-    Args:
-        text: the response without special tokens.
-        result: what an agent says of the conversation; None without an agent.
-    """
+    """A decoded response, without special tokens, and the prompt it answers. ``result``: what an
+    agent says of the conversation; None without an agent."""
 
     prompt: Prompt
     text: str
@@ -38,10 +34,8 @@ def conversation(prompt: Prompt, response: str) -> tuple[Mapping[str, Any], ...]
 
 
 def describe(prompt: Prompt) -> str:
-    """Name a prompt in a message."""
     return f"prompt {prompt.uid} ({prompt.data_source}: {shorten(prompt.text)!r})"
 
 
 def shorten(text: str) -> str:
-    """Cut a text to 80 characters."""
     return text if len(text) <= 80 else text[:77] + "..."

@@ -52,10 +52,7 @@ class RewardResult:
 
 def read_result(result: Any) -> RewardResult:
     """Read a result: see the module. Entries that are neither numbers nor rewards are dropped.
-
-    Raises:
-        NoScore: there is no score, or a reward that is not a finite number.
-    """
+    NoScore if there is no score, or a reward that is not a finite number."""
     if isinstance(result, RewardResult):
         return result
     if not isinstance(result, Mapping):
@@ -83,14 +80,8 @@ def _answer(value: Any) -> str | None:
 
 
 def place_rewards(rewards: TokenRewards, length: int) -> list[float]:
-    """The reward of each token of a response; empty if no token has one.
-
-    Args:
-        length: tokens of the response.
-
-    Raises:
-        NoScore: the number of rewards or a position does not fit the response.
-    """
+    """The reward of each of ``length`` tokens of a response; empty if no token has one. NoScore if
+    the number of rewards or a position does not fit the response."""
     if not rewards:
         return []
     placed, dense = [0.0] * length, not isinstance(rewards[0], Sequence)

@@ -41,8 +41,6 @@ class RuleReward:
     """Scores with the verifier of each prompt's data source, or with one verifier for all prompts.
 
     Args:
-        verifier: name of a verifier; None selects it by data source.
-        partial_credit: give part of a point for part of an answer; not every verifier can.
         sandbox: limits for programs, as arguments of ``mppo_sandbox.sandbox.Sandbox``.
         timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
         memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
@@ -130,12 +128,9 @@ class RuleReward:
         return self._pools[name]
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Score each prompt's ground truth, to find unusable prompts before the first rollout.
-
-        Raises:
-            ConfigError: a data source has no verifier, or a package is missing.
-            InputError: a verifier cannot read its ground truth.
-        """
+        """Score each prompt's ground truth, to find unusable prompts before the first rollout;
+        ConfigError without a verifier or its package, InputError if it cannot read its ground
+        truth."""
         for prompt in prompts:
             name, response = self._name(prompt), Response(prompt, prompt.ground_truth)
             if self._runs_elsewhere(name):
@@ -152,7 +147,6 @@ class RuleReward:
                 raise InputError(f"{describe(prompt)} cannot be verified: {why}")
 
     def has_verifier(self, prompt: Prompt) -> bool:
-        """Whether the responses to a prompt can be scored."""
         own = prompt.verifier or self.verifier
         return own is not None or verifiers.known_verifier(prompt.data_source) is not None
 
@@ -193,7 +187,6 @@ class RuleReward:
 
 
 def _check_row(name: str, prompt: Prompt) -> None:
-    """Raise ``ValueError`` if a prompt's row lacks what a worker's verifier needs."""
     if name == "reasoning_gym":
         with _naming(prompt):
             verifiers.gym_entry(prompt.extra)
@@ -208,7 +201,6 @@ def _worker_score(result: Result) -> float | Unscored:
 
 @contextmanager
 def _naming(prompt: Prompt) -> Iterator[None]:
-    """Add the prompt to the message of a ``ValueError`` about its ground truth."""
     try:
         yield
     except ConfigError:

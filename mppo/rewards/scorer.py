@@ -36,8 +36,6 @@ class Scorer:
 
     Args:
         reward_function: returns the raw scores of responses; None: only the model scores.
-        tokenizer: decodes response tokens without special tokens.
-        reward: clip, penalties, and ``on_error`` for a response that cannot be scored.
         max_response_length: in tokens; the overlong penalty is full at this length.
         model: scores responses with the reward model, collectively; None: there is none.
         model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
@@ -56,13 +54,9 @@ class Scorer:
     has_agent: bool = False
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Run the rule verifiers on the first prompt of each data source and verifier.
-
-        An agent may give all scores itself: with one, a data source needs no verifier.
-
-        Raises:
-            ConfigError, ValueError: a prompt cannot be scored.
-        """
+        """Run the rule verifiers on the first prompt of each data source and verifier; ConfigError
+        or ValueError for a prompt that cannot be scored. An agent may give all scores itself: with
+        one, a data source needs no verifier."""
         if isinstance(self.reward_function, RuleReward):
             first = {(each.data_source, each.verifier): each for each in reversed(prompts)}
             has_verifier = self.reward_function.has_verifier
@@ -74,30 +68,20 @@ class Scorer:
         """Score responses with reward function and reward model, and shape the scores.
 
         Collective: each rank scores a part of the responses and gets the scores of all.
-
-        Raises:
-            ScoringError: on every rank: a response could not be scored; the message names the
-                prompt.
+        ScoringError on every rank names the prompt of a response that could not be scored.
         """
         return self.finish_scores(self.raw_scores_divided(episodes), episodes)
 
     def raw_scores(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
-        """Score responses by the reward function on this rank, without clip and penalties.
-
-        Raises:
-            ValueError: a response could not be scored.
-        """
+        """Score responses by the reward function on this rank, without clip and penalties;
+        ValueError if one could not be scored."""
         if self.reward_function is None:
             return [_without_function(each.result, self.reward) for each in episodes]
         pairs = [(each.prompt, each.here.ids) for each in episodes]
         return self._score_ids(pairs, [each.result for each in episodes])
 
     def raw_scores_divided(self, episodes: Sequence[Episode]) -> list[ResponseScore]:
-        """Score responses without clip and penalties; collective as ``score``.
-
-        Raises:
-            ScoringError: as ``score``.
-        """
+        """Score responses without clip and penalties; collective as ``score``, and raises as it."""
         if not episodes:
             return []
         known = self._scores_of_conversations(episodes) if self.has_agent else {}
@@ -110,11 +94,8 @@ class Scorer:
         return [known[number] for number in range(len(episodes))]
 
     def _scores_of_conversations(self, episodes: Sequence[Episode]) -> dict[int, ResponseScore]:
-        """Scores of conversations by number, which are scored where their agent ran. Collective.
-
-        Raises:
-            ScoringError: as ``score``.
-        """
+        """Scores of conversations by number, which are scored where their agent ran. Collective;
+        raises as ``score``."""
         talks = {n: each for n, each in enumerate(episodes) if each.result is not None}
         mine: dict[int, ResponseScore] = {}
         failure: Exception | None = None
@@ -127,16 +108,8 @@ class Scorer:
     def finish_scores(
         self, scores: Sequence[ResponseScore], episodes: Sequence[Episode]
     ) -> list[ResponseScore]:
-        """Add the reward model's scores; clip or replace the sums and subtract the penalties.
-
-        Collective with a reward model.
-
-        Args:
-            scores: of the reward function, for each response.
-
-        Raises:
-            ScoringError: as ``score``.
-        """
+        """Add the reward model's scores to the reward function's; clip or replace the sums and
+        subtract the penalties. Collective with a reward model; raises as ``score``."""
         if self.model is not None and episodes:
             scores = [
                 self._add(rule, found, each.prompt)
@@ -146,10 +119,8 @@ class Scorer:
         return [raw.with_outcome(self._shape(raw.outcome, each)) for raw, each in pairs]
 
     def _add(self, rule: ResponseScore, found: ModelScore, prompt: Prompt) -> ResponseScore:
-        """The weighted sum of both scores, which are among its numbers.
-
-        The score of a conversation whose agent failed stays: it is ``reward.on_error``.
-        """
+        """The weighted sum of both scores, which are among its numbers; a conversation whose agent
+        failed keeps its score (``reward.on_error``)."""
         if self.has_agent and rule.error is not None:
             return replace(rule, numbers={**rule.numbers, "rm_score": found.raw})
         if not math.isfinite(found.raw):
@@ -172,12 +143,6 @@ class Scorer:
         given: Sequence[tuple[Prompt, Tensor]],
         results: Sequence[EpisodeResult | None] | None = None,
     ) -> list[ResponseScore]:
-        """Decode and score responses, given by prompt and tokens.
-
-        Args:
-            given: prompt and tokens of each.
-            results: what agents say of them; None: nothing.
-        """
         if not given:
             return []
         ids = [each.tolist() for _, each in given]
@@ -229,10 +194,7 @@ class Scorer:
 
 def _by_agent(result: EpisodeResult | None, reward: RewardConfig) -> ResponseScore | None:
     """The score of a conversation that its agent has scored, or failed on; None: not yet scored.
-
-    Raises:
-        ValueError: the agent failed, and ``reward.on_error`` is ``stop``.
-    """
+    ValueError if the agent failed, and ``reward.on_error`` is ``stop``."""
     if result is None or (result.reward is None and result.error is None):
         return None
     if result.error is not None:
@@ -251,7 +213,6 @@ def _without_function(result: EpisodeResult | None, reward: RewardConfig) -> Res
 
 
 def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:
-    """The score with the agent's numbers, if there is an agent."""
     if response.result is None or not response.result.numbers:
         return score
     return replace(score, numbers={**score.numbers, **response.result.numbers})
@@ -274,9 +235,8 @@ def build_scorer(
 
     Args:
         max_response_length: ``data.max_response_length``; needed for the overlong penalty.
-        with_model: the recipe has a reward model, for the caller to add; without ``reward.weight``
-            it is the only source of scores.
-        has_agent: the recipe has ``rollout.agent``.
+        with_model: the recipe has a reward model, for the caller to add; without
+            ``reward.weight`` it is the only source of scores.
         given: the function that ``reward.function`` names, of the program that started the run;
             None: it is imported.
 
@@ -302,11 +262,8 @@ def build_scorer(
 def build_reward_function(
     reward: RewardConfig, given: Callable[..., Any] | None = None
 ) -> RewardFunction:
-    """Build the rule, function or client of a server that ``reward.*`` names.
-
-    Raises:
-        ConfigError: as ``build_scorer``.
-    """
+    """Build the rule, function or client of a server that ``reward.*`` names; raises as
+    ``build_scorer``."""
     needed = {"rule": None, "function": "function", "remote": "url"}[reward.name]
     if needed and not getattr(reward, needed):
         why = f"reward.name={reward.name} needs it"

@@ -17,12 +17,7 @@ from mppo.safety.input_error import InputError
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The score of one response by the reward model.
-
-    Args:
-        raw: the model's output.
-        score: the output, normalised and clipped.
-    """
+    """The score of one response by the reward model: raw, and normalised and clipped."""
 
     raw: float
     score: float
@@ -30,12 +25,8 @@ class ModelScore:
 
 @dataclass(frozen=True)
 class FailedScore:
-    """Replaces the result for a response on which the reward function failed.
-
-    Args:
-        message: names the response and what went wrong.
-        unscored: as ``ResponseScore``.
-    """
+    """Replaces the result for a response on which the reward function failed. The message names the
+    response and what went wrong; ``unscored`` as of ``ResponseScore``."""
 
     message: str
     unscored: str | None = None
@@ -53,12 +44,10 @@ keys."""
 @dataclass(frozen=True)
 class Unscored:
     """Replaces the result for a response that prevented its verifier from scoring: it scores 0.
+    ``reason`` is a key of ``UNSCORED``.
 
     ``reward.on_error`` does not apply, because the answer, and not the verifier, is at fault: a
     policy must neither end its run nor earn another score by it.
-
-    Args:
-        reason: a key of ``UNSCORED``.
     """
 
     reason: str
@@ -70,15 +59,9 @@ _INSTEAD = "a number as reward.on_error is the score of such responses, and the 
 def read_scores(
     results: Sequence[Any], responses: Sequence[Response], on_error: OnError = "stop"
 ) -> list[ResponseScore]:
-    """Check what a reward function returned.
-
-    Args:
-        results: for each response a value that ``read_result`` reads, a ``FailedScore`` or an
-            ``Unscored``. If their number is wrong, no response has a score.
-
-    Raises:
-        InputError: a response has no score, and ``on_error`` is ``stop``.
-    """
+    """Check what a reward function returned: for each response a value that ``read_result`` reads,
+    a ``FailedScore`` or an ``Unscored``. If their number is wrong, no response has a score.
+    InputError if one has none, and ``on_error`` is ``stop``."""
     if len(results) != len(responses):
         why = f"is missing: {len(results)} results came for {len(responses)} responses"
         results = [FailedScore(no_score(why, response)) for response in responses]
@@ -108,21 +91,14 @@ def _read(result: Any, response: Response, on_error: OnError) -> ResponseScore:
 
 
 def without_score(failed: FailedScore, on_error: OnError) -> ResponseScore:
-    """The score of a response that has none: the one place where ``reward.on_error`` decides.
-
-    Raises:
-        InputError: it is ``stop``; the message is that of ``failed``, and what to set.
-    """
+    """The score of a response that has none: the one place where ``reward.on_error`` decides. If
+    that is ``stop``, it raises an InputError that says what to set."""
     if on_error == "stop":
         raise InputError(f"{failed.message} ({_INSTEAD})")
     return ResponseScore(float(on_error), error=failed.message, unscored=failed.unscored)
 
 
 def no_score(why: str, response: Response) -> str:
-    """Build the message about a result that holds no score.
-
-    Args:
-        why: the message of ``read_result``.
-    """
+    """Build the message about a result that holds no score; ``why`` is that of ``read_result``."""
     shown = shorten(response.text)
     return f"the score of {describe(response.prompt)} {why}; the response was {shown!r}"

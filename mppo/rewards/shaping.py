@@ -13,11 +13,6 @@ def overlong_penalty(response_length: int, max_length: int, buffer: int, factor:
 
     0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at ``max_length``
     (Soft Overlong Punishment, DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
-
-    Args:
-        max_length: ``data.max_response_length``.
-        buffer: ``reward.overlong_buffer_len``, positive.
-        factor: ``reward.overlong_penalty_factor``.
     """
     excess = response_length - (max_length - buffer)
     return -factor * min(max(excess / buffer, 0.0), 1.0)

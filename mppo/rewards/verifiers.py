@@ -99,9 +99,6 @@ def math_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) ->
 
     If the response has a ``\\boxed{}``, only the last one counts. The time is not bounded: sympy
     never finishes ``9^{9^{9^9}}``.
-
-    Raises:
-        ConfigError: math-verify is not installed.
     """
     package = import_math_verify()
     boxed = last_boxed(response)
@@ -163,11 +160,8 @@ def load_in_worker(
     name: str,
 ) -> Callable[[Sequence[tuple[str, str, Mapping[str, Any]]]], list[float]]:
     """Import a verifier of ``PACKAGES`` and its package; return its function of several items:
-    (response, ground truth, extra).
-
-    The first call initialises caches of the package. It happens here, once, so that the processes
-    forked afterwards share them.
-    """
+    (response, ground truth, extra). The first call initialises caches of the package, here and
+    once, so that the processes forked afterwards share them."""
     verify = _OWN[name]
     importlib.import_module(PACKAGES[name])
     if name == "math_flexible":
@@ -178,11 +172,7 @@ def load_in_worker(
 
 
 def verifier_for(data_source: str) -> str:
-    """Return the name of the verifier for a data source.
-
-    Raises:
-        ConfigError: no pattern matches the data source.
-    """
+    """The verifier of a data source; ConfigError if no pattern matches it."""
     if name := known_verifier(data_source):
         return name
     why = f"no verifier is known for the data source {data_source!r}"
@@ -194,7 +184,6 @@ def verifier_for(data_source: str) -> str:
 
 
 def unknown(key: str, name: str, known: Sequence[str]) -> ConfigIssue:
-    """The issue of a verifier that is none of those that are known."""
     guess = nearest(name, known)
     meant = f"did you mean {guess!r}? " if guess else ""
     return ConfigIssue(
@@ -211,11 +200,7 @@ def known_verifier(data_source: str) -> str | None:
 
 
 def gym_entry(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the reasoning_gym entry from which a row was made.
-
-    Raises:
-        InputError: the row has none.
-    """
+    """The reasoning_gym entry from which a row was made; InputError if it has none."""
     if extra.get("entry") is None:
         raise InputError("the row has no reasoning_gym entry: use data.task=reasoning_gym:NAME")
     return extra["entry"]
@@ -284,13 +269,11 @@ def _same_number(given: str, ground_truth: str) -> float:
 
 
 def parse_number(text: str) -> tuple[bool, str, str] | None:
-    """Parse a decimal number with optional thousands commas and dollar sign into a canonical form.
+    """Parse a decimal number with optional thousands commas and dollar sign into a canonical form:
+    whether it is negative, the digits before the point without leading zeros, and those after it
+    without trailing zeros. None if the text is not a number.
 
     The digits stay text, because the conversion of a million digits to an integer takes minutes.
-
-    Returns:
-        Whether the number is negative, the digits before the point without leading zeros, and the
-        digits after it without trailing zeros. None if the text is not a number.
     """
     digits = text.strip().replace(",", "").replace("$", "")
     if not re.fullmatch(r"-?(\d+(\.\d+)?|\.\d+)", digits):

@@ -16,9 +16,8 @@ from mppo.rollout.engine import GenerationRequest
 class AnsweredPrompts:
     """Counts the prompts of a request that may be in its result; all methods from any thread.
 
-    Args:
-        request: with ``num_prompts_needed`` None nothing is counted.
-        name: of this count in the store, the same on every rank and used only once.
+    With ``num_prompts_needed`` None nothing is counted. ``name``: of this count in the store, the
+    same on every rank and used only once.
     """
 
     def __init__(self, request: GenerationRequest, name: str) -> None:

@@ -17,16 +17,8 @@ from mppo.rollout.no_engine import NoEngine
 def build_engine(
     recipe: Recipe, folder: Path, hf_config: Any, run_dir: Path, step: int = 0
 ) -> RolloutEngine:
-    """Build and start the engine ``rollout.name``; collective.
-
-    Args:
-        folder: Hugging Face folder of the actor.
-        run_dir: folder for the engine's logs.
-        step: steps that the run has done.
-
-    Returns:
-        The engine, without weights; one that cannot generate for ``trainer.replay``.
-    """
+    """Build and start the engine ``rollout.name``, without weights; for ``trainer.replay`` one that
+    cannot generate. Collective."""
     rollout = recipe.rollout
     if recipe.trainer.replay is not None:
         return NoEngine()

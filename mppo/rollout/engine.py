@@ -81,12 +81,7 @@ class GenerationRequest:
 
 
 def sampling_seed(seed: int, step: int) -> int:
-    """Sampling seed of a PPO step; it differs every step.
-
-    Args:
-        seed: ``trainer.seed``.
-        step: the step; 0 for validation, which always has the same seed.
-    """
+    """Sampling seed of a PPO step, different every step; of step 0, validation, always the same."""
     return seed * 1_000_003 + step
 
 
@@ -117,19 +112,13 @@ class WeightSource:
 
 
 class Generation(Protocol):
-    """Responses that are being generated."""
-
     @property
-    def seconds(self) -> float:
-        """Duration of this rank's requests."""
-        ...
+    def seconds(self) -> float: ...
 
     @property
     def left_over(self) -> EpisodesBySample:
-        """Responses that were not collected, at their homes, for a later request to resume.
-
-        Valid once ``wait`` or ``collect`` has returned.
-        """
+        """Responses that were not collected, at their homes, for a later request to resume; valid
+        once ``wait`` or ``collect`` has returned."""
         ...
 
     def wait(self) -> None:
@@ -140,11 +129,8 @@ class Generation(Protocol):
         ...
 
     def collect(self) -> list[Episode]:
-        """See ``RolloutEngine.generate``. Collective; call it once.
-
-        Responses that were lost with a server before ``wait`` are generated again, with the
-        servers' current weights.
-        """
+        """See ``RolloutEngine.generate``. Collective; call it once. Responses that were lost with a
+        server before ``wait`` are generated again, with the servers' current weights."""
         ...
 
 
@@ -163,12 +149,8 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """Generate and wait for the result.
-
-        Returns:
-            P * n responses (or ``num_prompts_needed * n``), prompt by prompt. Every rank knows all
-            of them; the tokens of each lie on the rank that received it.
-        """
+        """Generate and wait: P * n responses (or ``num_prompts_needed * n``), prompt by prompt.
+        Every rank knows all of them; the tokens of each lie on the rank that received it."""
         ...
 
     def turns(self) -> TurnEngine:
@@ -178,17 +160,14 @@ class RolloutEngine(Protocol):
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Load new weights. Every rank drains ``buckets`` (producing them is collective).
 
-        After ``sleep``, this makes the engine usable again.
-
-        An engine can repeat a ``WeightSource`` if a server loses its weights.
+        After ``sleep``, this makes the engine usable again. An engine can repeat a ``WeightSource``
+        if a server loses its weights.
         """
         ...
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token but the first, by the engine's weights at temperature 1.
-
-        The sync check compares engine and actor by these.
-        """
+        """Log-probability of every token but the first, by the engine's weights at temperature 1;
+        the sync check compares engine and actor by these."""
         ...
 
     def sync_metrics(self) -> dict[str, float]:
@@ -211,25 +190,19 @@ class EngineAround:
         self._engine = engine
 
     def turns(self) -> TurnEngine:
-        """See ``RolloutEngine.turns``."""
         return self._engine.turns()
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``."""
         self._engine.update_weights(buckets, version)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
         return self._engine.logprobs(sequences)
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``."""
         return self._engine.sync_metrics()
 
     def sleep(self) -> None:
-        """See ``RolloutEngine.sleep``."""
         self._engine.sleep()
 
     def stop(self) -> None:
-        """See ``RolloutEngine.stop``."""
         self._engine.stop()

@@ -26,17 +26,9 @@ def gather_episodes(
     request: GenerationRequest,
     world: int,
 ) -> dict[int, Episode]:
-    """The episodes that all ranks received; collective.
-
-    Args:
-        mine: episodes of this rank by their index in the result of the request.
-
-    Returns:
-        By index: this rank's with tokens, those of others without.
-
-    Raises:
-        InputError: on every rank, if a log-probability is not finite.
-    """
+    """The episodes that all ranks received, by index in the result of the request: this rank's with
+    tokens, those of others without. Collective; InputError on every rank if a log-probability is
+    not finite."""
     everyone = all_gather_varlen(_table(mine, request), world)
     found: dict[int, Episode] = {}
     for home, table in enumerate(everyone):
@@ -45,12 +37,9 @@ def gather_episodes(
 
 
 def _table(mine: Mapping[int, Episode], request: GenerationRequest) -> Tensor:
-    """A rank's episodes without tokens as int64 numbers.
-
-    The first log-probability that is not finite (whether there is one, key, version, bits); then
-    for each episode its key, its number of sequences, and for each sequence what ``_sequence``
-    says.
-    """
+    """A rank's episodes without tokens, int64: the first log-probability that is not finite
+    (whether there is one, key, version, bits); then for each episode its key, its number of
+    sequences, and for each sequence what ``_sequence`` says."""
     numbers = [0, 0, 0, 0]
     for key, episode in mine.items():
         numbers += [key, len(episode.sequences)]
@@ -75,11 +64,8 @@ def _sequence(sequence: Episode, prompt: Prompt) -> list[int]:
 
 
 def _read_table(table: Tensor, request: GenerationRequest, home: int) -> dict[int, Episode]:
-    """What a rank knows of its episodes, by index.
-
-    Raises:
-        InputError: a log-probability is not finite.
-    """
+    """What a rank knows of its episodes, by index; InputError if a log-probability is not
+    finite."""
     numbers = iter(table.tolist())
     spoiled, key, version, bits = islice(numbers, 4)
     if spoiled:
@@ -103,7 +89,6 @@ def _read_sequence(numbers: Iterator[int], prompt: Prompt, home: int) -> Episode
 
 
 def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
-    """The error about a log-probability with these bits."""
     value = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
     return (
         f"rollout: log-probability {value} in the response to prompt {prompt.uid}: the weights of "
@@ -122,12 +107,8 @@ def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest
 def left_over(
     request: GenerationRequest, episodes: Mapping[int, Episode], taken: Collection[int] = ()
 ) -> EpisodesBySample:
-    """The episodes that are not part of the result, without empty ones, at their homes.
-
-    Args:
-        episodes: by index in its result.
-        taken: prompts (by index) whose episodes are the result.
-    """
+    """The episodes that are not part of the result, without empty ones, at their homes; ``taken``
+    prompts (by index) are the result."""
     n = request.sampling.n
     found: dict[tuple[int, int], Episode] = {}
     for place, episode in episodes.items():
@@ -146,13 +127,8 @@ def cut_rows(
     request: GenerationRequest,
     version: int,
 ) -> dict[int, Episode]:
-    """Episodes from flat tensors.
-
-    Args:
-        keys: index of each response in the result of the request.
-        tokens: token ids of all responses, concatenated.
-        logprobs: log-probabilities of the same tokens.
-    """
+    """Episodes from flat tensors: token ids of all responses, concatenated, and their
+    log-probabilities. ``keys``: index of each response in the result of the request."""
     parts = zip(keys, reasons, tokens.split(lengths), logprobs.split(lengths), strict=True)
     return {
         key: Episode.sampled(request.sample_at(key)[0], EpisodeTokens(ids, values), reason, version)

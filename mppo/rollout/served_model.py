@@ -22,17 +22,8 @@ from mppo.weights.model_folder import companion_folder, is_megatron_checkpoint
 def server_start(
     config: Path, overrides: Sequence[str], empty: bool, on_cpu: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options and environment of the server for a recipe.
-
-    Args:
-        overrides: ``section.key=value`` settings.
-
-    Returns:
-        SGLang's options, without address and key, and the environment variables to add.
-
-    Raises:
-        ConfigError: the recipe is invalid, or the model cannot be served.
-    """
+    """SGLang's options, without address and key, and environment variables to add, for a recipe;
+    ConfigError if it is invalid, or the model cannot be served."""
     remarks: list[str] = []
     recipe, issues = read_recipe(config, overrides, remarks)
     if recipe is None or issues:
@@ -72,11 +63,7 @@ def _empty_folder(recipe: Recipe) -> Path:
 
 
 def _model_folder(recipe: Recipe) -> Path:
-    """The folder with the served weights.
-
-    Raises:
-        ConfigError: SGLang cannot read the model.
-    """
+    """The folder with the served weights; ConfigError if SGLang cannot read the model."""
     name, model = recipe.model.path, recipe.model
     if model.hub and is_hub_name(name):
         name = str(fetch_model(name, model.hub, True, model.trust_remote_code))

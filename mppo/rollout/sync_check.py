@@ -20,10 +20,8 @@ class SyncCheck:
 
     Args:
         oracle: an engine that loads the same weight stream.
-        dtype: of the servers' weights.
         tolerance: largest allowed difference of a token's log-probability, in nats; None: 1e-4 in
             float32, 0.3 in bfloat16.
-        servers: number of servers; each scores some of the sequences.
     """
 
     def __init__(
@@ -36,14 +34,8 @@ class SyncCheck:
         self._sequences = torch.randint(oracle.vocab_size, shape, generator=generator).tolist()
 
     def compare(self, logprobs: Callable[[Sequence[Sequence[int]]], Scores], version: int) -> None:
-        """Compare the servers' log-probabilities with the oracle's; collective.
-
-        Args:
-            logprobs: the engine's function of that name.
-
-        Raises:
-            RuntimeError: on every rank: a difference exceeds the tolerance.
-        """
+        """Compare the servers' log-probabilities with the oracle's. Collective; RuntimeError on
+        every rank if a difference exceeds the tolerance."""
         ours, theirs = self.oracle.logprobs(self._sequences), logprobs(self._sequences)
         gap = (torch.tensor(ours) - torch.tensor(theirs)).abs().nan_to_num(nan=float("inf"))
         if gap.max() > self._tolerance:

@@ -1,8 +1,5 @@
-"""Turns of the policy, one by one, on one rank: what conversations at their own pace need.
-
-A ``GenerationRequest`` is collective. Between two collective calls each rank may continue texts on
-its own, in any number and order.
-"""
+"""Turns of the policy, one by one, on one rank: what conversations at their own pace need. Between
+two collective calls each rank may continue texts on its own, in any number and order."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class TurnRequest:
 
     Args:
         token_ids: int32 ``[N]``, everything before the turn.
-        max_tokens: most tokens to generate, at least 1.
         stream: numbers of the random stream; the local engine generates the same tokens for the
             same text, stream and seed.
         session: requests of one session share prefixes.
@@ -77,31 +73,21 @@ def deal_prompts(prompts: Sequence[Prompt], n: int, ranks: Sequence[int]) -> dic
 
 
 class TurnEngine(Protocol):
-    """A rank's part of a rollout engine, between two collective calls.
-
-    Attributes:
-        at_once: requests of one call; 1: each has a call of its own.
-        calls: calls at the same time.
-    """
+    """A rank's part of a rollout engine, between two collective calls: ``calls`` at the same time,
+    each of ``at_once`` requests."""
 
     at_once: int
     calls: int
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
-        """The rank that runs each episode, by index (``prompt * n + sample``).
-
-        The samples of a prompt have one rank: ``AnsweredPrompts`` counts them there.
-        """
+        """The rank that runs each episode, by index (``prompt * n + sample``); one for all samples
+        of a prompt, where ``AnsweredPrompts`` counts them."""
         ...
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
     ) -> list[Turn]:
-        """Continue texts; from any thread.
-
-        Raises:
-            EngineLost: every server of this rank failed.
-        """
+        """Continue texts, from any thread; EngineLost if every server of this rank failed."""
         ...
 
     def abort(self) -> None:

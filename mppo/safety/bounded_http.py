@@ -33,12 +33,8 @@ class AnswerRefused(http.client.HTTPException):
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer.
-
-    Args:
-        reason: the server's text for the status.
-        location: target of a redirect; empty if the server names none.
-    """
+    """A complete answer, with the server's text for the status and the target of a redirect (empty
+    if it names none)."""
 
     status: int
     reason: str
@@ -47,7 +43,6 @@ class Answer:
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with the URL of a server, None if it is valid."""
     if not url.isascii() or any(not char.isprintable() or char == " " for char in url):
         return "holds blanks, control characters or letters outside ASCII"
     try:
@@ -63,7 +58,6 @@ def url_problem(url: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -72,10 +66,7 @@ def is_loopback(host: str) -> bool:
 
 def parse_answer(text: bytes) -> Any:
     """Parse a JSON text; NaN and infinities are accepted, because Python's servers send them.
-
-    Raises:
-        InputError: the text is not JSON, repeats a key, or is nested too deeply.
-    """
+    InputError if it is not JSON, repeats a key, or is nested too deeply."""
     try:
         return json.loads(text.decode(), object_pairs_hook=_object)
     except RecursionError:
@@ -85,14 +76,11 @@ def parse_answer(text: bytes) -> Any:
 
 
 def fetch(request: urllib.request.Request, timeout_s: float, max_bytes: int) -> Answer:
-    """Send a request and read the answer, through the environment's proxy unless it is on loopback.
+    """Send a request and read the answer, through the environment's proxy unless it is on loopback;
+    at most ``max_bytes``, headers included.
 
     The exchange runs in its own thread, because no other timeout covers name resolution, connecting
     to several addresses and sending through TLS.
-
-    Args:
-        request: a request to an ``http`` or ``https`` URL.
-        max_bytes: limit of the answer in bytes, headers included.
 
     Raises:
         TimeoutError: the exchange exceeded the limit.
@@ -140,11 +128,8 @@ def bounded(
 
 
 def read_body(answer: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    """Read the body of an answer on a bounded connection.
-
-    Raises:
-        http.client.HTTPException: the body is too large, compressed, cut short or malformed.
-    """
+    """Read the body of an answer on a bounded connection; http.client.HTTPException if it is too
+    large, compressed, cut short or malformed."""
     if answer.getheader("Content-Encoding", "identity").lower() != "identity":
         raise AnswerRefused("its answer is compressed; the request did not accept that")
     if (answer.length or 0) > max_bytes:

@@ -52,10 +52,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the end, rename it to ``path`` atomically.
-
-    On an error ``path`` stays unchanged.
-    """
+    """Yield a temporary path to write to; at the end, rename it to ``path`` atomically. On an error
+    ``path`` stays unchanged."""
     building = path.with_name(f".partial-{path.name}")
     try:
         with naming(path):
@@ -67,12 +65,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     with replacing(path) as building:
         building.write_bytes(data)
 
@@ -110,7 +106,6 @@ def set_aside(path: Path) -> Path:
 
 
 def file_checksum(file: Path) -> FileEntry:
-    """Size and CRC-32 of a file."""
     crc, size = 0, 0
     with open_file(file) as stream:
         while block := stream.read(_BLOCK):
@@ -120,11 +115,7 @@ def file_checksum(file: Path) -> FileEntry:
 
 
 def check_sizes(folder: Path, files: Files) -> None:
-    """Check that every listed file exists in full length.
-
-    Raises:
-        Damaged: a file is missing or has another size; the message names it.
-    """
+    """Check that every listed file exists in full length; Damaged names one that does not."""
     for name, entry in files.items():
         try:
             size = inside(folder, name).stat().st_size
@@ -137,16 +128,9 @@ def check_sizes(folder: Path, files: Files) -> None:
 
 
 def check_contents(folder: Path, files: Files, share: int = 0, shares: int = 1) -> None:
-    """Check that the files hold the bytes that were written.
-
-    Args:
-        files: the entries that were written.
-        share, shares: check every ``shares``-th file from the ``share``-th on, so that ranks can
-            divide the work.
-
-    Raises:
-        Damaged: a file differs or cannot be read; the message names the first one.
-    """
+    """Check that the files hold the bytes that were written, every ``shares``-th one from the
+    ``share``-th on, so that ranks can divide the work. Damaged names the first one that differs or
+    cannot be read."""
     for name in sorted(files)[share::shares]:
         try:
             entry = file_checksum(folder / name)
@@ -166,11 +150,8 @@ def write_marker(folder: Path, files: Files) -> None:
 
 
 def read_marker(folder: Path) -> Files | None:
-    """Read the entries of the files that mppo wrote; None if mppo did not write the folder.
-
-    Raises:
-        Damaged: the marker cannot be read.
-    """
+    """Read the entries of the files that mppo wrote; None if mppo did not write the folder. Damaged
+    if the marker cannot be read."""
     try:
         if not (folder / MARKER).exists():
             return None

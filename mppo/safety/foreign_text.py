@@ -16,11 +16,8 @@ _LINE_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 def quoted(text: bytes | str, secrets: Collection[str] = ()) -> str:
-    """Return a text on one line, at most ``SHOWN`` long, without control characters and secrets.
-
-    Args:
-        secrets: values to hide, besides those that ``redact_text`` finds.
-    """
+    """Return a text on one line, at most ``SHOWN`` long, without control characters and secrets:
+    ``secrets`` and those that ``redact_text`` finds."""
     text = text[:_SEARCHED]
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
@@ -43,11 +40,8 @@ def valid_text(text: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """A value as JSON that is one line for every reader, without halves of surrogate pairs.
-
-    Raises:
-        TypeError, ValueError: the value is not JSON.
-    """
+    """A value as JSON that is one line for every reader, without halves of surrogate pairs;
+    TypeError or ValueError if it is not JSON."""
     return valid_text(json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS))
 
 

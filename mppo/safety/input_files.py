@@ -60,11 +60,8 @@ def _check_content(path: Path, descriptor: int) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in place of a large file.
-
-    Raises:
-        OSError: no such file, or not readable.
-    """
+    """Whether a file is what a clone without Git LFS has instead of a large file. Raises
+    OSError."""
     if not path.is_file() or path.stat().st_size > _LFS_BYTES:
         return False
     with path.open("rb") as stream:
@@ -72,12 +69,8 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """Read the bytes of a regular file.
-
-    Raises:
-        OSError: no such file, or not readable.
-        InputError: as ``open_file``, or the file is larger than ``limit``.
-    """
+    """Read the bytes of a regular file; raises as ``open_file``, and InputError if it is larger
+    than ``limit``."""
     with open_file(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = b"" if size > limit else stream.read(limit + 1)
@@ -94,14 +87,9 @@ def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
 
 
 def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a regular file.
-
-    Args:
-        nan: accept ``NaN`` and ``Infinity``, which Python writes.
-
-    Raises:
-        InputError: the file is missing or not readable, is not a JSON object, or repeats a key.
-    """
+    """Read the JSON object in a regular file; ``nan`` accepts ``NaN`` and ``Infinity``, which
+    Python writes. InputError if it is missing or not readable, is no JSON object, or repeats a
+    key."""
     try:
         text = read_text(path)
     except OSError as error:
@@ -117,17 +105,9 @@ def read_json(path: Path, nan: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> Any:
-    """Parse a JSON text.
-
-    Args:
-        text: the text; bytes are UTF-8.
-        unique: reject an object that repeats a key.
-        nan: accept ``NaN`` and ``Infinity``, which Python writes.
-
-    Raises:
-        InputError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or holds a number of
-            thousands of digits or half a surrogate pair.
-    """
+    """Parse a JSON text (bytes are UTF-8); ``unique`` refuses an object that repeats a key, and for
+    ``nan`` see ``read_json``. InputError if it is not JSON, is nested deeper than ``MAX_DEPTH``, or
+    holds a number of thousands of digits or half a surrogate pair."""
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
     hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
     try:
@@ -152,13 +132,7 @@ def inside(folder: Path, name: Any) -> Path:
     """Return the path of a file that a folder's index names.
 
     A link may lead to another file of the folder, or from a snapshot of Hugging Face's cache to its
-    ``blobs``.
-
-    Args:
-        name: relative path.
-
-    Raises:
-        InputError: the name is not a relative path, or leads out of the folder.
+    ``blobs``; InputError if the name is not a relative path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or "\0" in name:
         raise InputError(f"{folder}: {name!r} is not a file name")
@@ -181,12 +155,8 @@ def _roots(folder: Path) -> Iterator[Path]:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Check a folder whose files a library will open: no file may block it or fill memory.
-
-    Raises:
-        InputError: the folder holds a FIFO, device or socket, or a text file larger than
-            ``MAX_FILE_BYTES``.
-    """
+    """Check a folder whose files a library will open: InputError for a FIFO, device or socket,
+    which may block it, or a text file larger than ``MAX_FILE_BYTES``."""
     for entry in sorted(folder.iterdir()):
         try:
             found = entry.stat()

@@ -12,15 +12,8 @@ _OWN = str(Path(__file__).parents[1])
 
 
 def import_file(path: str | Path, name: str) -> ModuleType:
-    """Execute a file as a module; it can import the modules beside it, after installed ones.
-
-    Args:
-        path: the file; ``~`` is expanded, and it is relative to the working directory.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        Exception: any exception of the file's code.
-    """
+    """Execute a file (``~`` is expanded) as a module; it can import the modules beside it, after
+    installed ones. Raises FileNotFoundError, and any exception of the file's code."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"no such file: {file}")

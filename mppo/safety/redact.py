@@ -87,9 +87,6 @@ def redact(value: Any) -> Any:
 
     Secrets are all values under a name such as ``api_key``, ``password`` or ``auth``, also inside
     lists and mappings, and what ``redact_text`` finds in texts and in keys of mappings.
-
-    Args:
-        value: nested mappings, sequences and plain values, such as a resolved recipe.
     """
     return _redact(value, {})
 
@@ -178,7 +175,6 @@ def _entry(key: Any, entry: Any, done: dict[int, Any]) -> Any:
 
 
 def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
-    """Copy containers with every text and, if ``numbers``, every number hidden."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if id(value) in inside:
             return HIDDEN
@@ -205,11 +201,8 @@ def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
 
 
 def _hide_credentials(match: re.Match[str]) -> str:
-    """Hide what may be user and password in a URL's part after ``://``.
-
-    Everything up to the last ``@`` is hidden, because passwords can hold an unquoted ``@`` or
-    ``/``.
-    """
+    """Everything up to the last ``@`` of a URL's part after ``://`` is hidden, because passwords
+    can hold an unquoted ``@`` or ``/``."""
     rest = match.group(0)
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     port = authority.rpartition(":")[2] if ":" in authority else ""

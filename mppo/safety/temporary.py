@@ -47,9 +47,7 @@ def own_folder() -> Path:
 @contextmanager
 def unfinished_folder(place: Path) -> Iterator[Path]:
     """Create a folder in ``place`` that the caller renames when it is finished; else remove it.
-
-    Unfinished folders of processes that have ended are removed first.
-    """
+    Those of processes that have ended are removed first."""
     remove_leftovers(place)
     folder, lock = _make(place)
     try:
@@ -60,11 +58,8 @@ def unfinished_folder(place: Path) -> Iterator[Path]:
 
 
 def note(path: Path) -> None:
-    """Register a path that this process or its server created, to be removed with its folder.
-
-    Args:
-        path: a path in shared memory or in the folder for temporary files.
-    """
+    """Register a path in shared memory or in the folder for temporary files that this process or
+    its server created, to be removed with its folder."""
     with (own_folder() / _NOTES).open("a") as stream:
         stream.write(f"{path}\n")
 
@@ -78,11 +73,8 @@ def private_file(path: Path, text: str) -> None:
 
 
 def remove_leftovers(place: Path | None = None) -> list[Path]:
-    """Remove the temporary folders of processes that have ended.
-
-    Args:
-        place: the folder to search; None: the folder for temporary files.
-    """
+    """Remove the temporary folders of processes that have ended in ``place``, or in the folder for
+    temporary files."""
     place = place or Path(tempfile.gettempdir())
     removed = []
     with suppress(OSError):  # a folder that cannot be listed
@@ -143,11 +135,9 @@ def _remove(folder: Path) -> None:
 
 
 def _is_served(folder: Path) -> bool:
-    """Whether a process listens on a socket in a folder.
-
-    Torch's manager of shared memory does, outlives its last client for a moment, and then removes
-    the folder itself; it aborts with a message on the terminal if its socket has gone.
-    """
+    """Whether a process listens on a socket in a folder: torch's manager of shared memory outlives
+    its last client for a moment, then removes the folder itself, and aborts with a message on the
+    terminal if its socket has gone."""
     sockets = Path("/proc/net/unix")
     return sockets.is_file() and f" {folder}/" in sockets.read_text(errors="replace")
 

@@ -21,8 +21,6 @@ _IGNORED = ("thinking", "redacted_thinking")
 
 
 class MessagesBody(Body):
-    """What a request may hold; other fields are ignored."""
-
     messages: list[Any] = Field(min_length=1)
     system: str | list[Any] | None = None
     tools: list[Any] | None = None
@@ -31,11 +29,8 @@ class MessagesBody(Body):
     stop_sequences: list[str] | None = None
 
     def ask(self) -> Ask:
-        """The request, with its messages in OpenAI's form.
-
-        Raises:
-            Refusal: it asks for what the endpoint does not do.
-        """
+        """The request, with its messages in OpenAI's form; Refusal if it asks for what the endpoint
+        does not do."""
         messages: list[Message] = []
         system = text_of(self.system, "system")
         if system:
@@ -91,11 +86,7 @@ def _messages(given: Any, where: str) -> list[Message]:
 
 
 async def answer_messages(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request.
-
-    Raises:
-        Refusal: the request is invalid, or see ``Session.answer``.
-    """
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = MessagesBody.read(content, session.policy.sampling)
     answer = await session.answer(body.ask())
     (choice,) = answer.choices
@@ -147,7 +138,6 @@ def _usage(answer: PolicyAnswer) -> dict[str, int]:
 
 
 def _events(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream."""
     empty = {"content": [], "stop_reason": None, "stop_sequence": None}
     start = {**message, **empty, "usage": {**message["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": start}

@@ -27,11 +27,8 @@ class Ask:
     """A request for turns of the policy.
 
     Args:
-        messages: the conversation; empty for a prompt.
-        tools: schemas of tools, in OpenAI's form.
         prompt: a text or token ids to continue, without a chat template.
         max_tokens: most tokens of a turn; None: the session's limit.
-        n: number of turns.
         stop: texts that end a turn.
     """
 
@@ -48,10 +45,8 @@ class Choice:
     """A turn of the policy as a client sees it.
 
     Args:
-        message: the turn as a message, with its tool calls.
         finish_reason: "stop", "length" or "tool_calls".
         stop: the text of ``Ask.stop`` that ended it.
-        node: its tokens.
     """
 
     message: Message
@@ -61,12 +56,10 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """What the turn says besides its tool calls."""
         return self.message["content"]
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """The tool calls, as chat templates take them."""
         return self.message.get("tool_calls", ())
 
 
@@ -79,19 +72,13 @@ class PolicyAnswer:
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens."""
         return sum(len(choice.node.turn.ids) for choice in self.choices)
 
 
 @dataclass(frozen=True)
 class HttpReply:
-    """What a client gets: JSON, or the events of a stream.
-
-    Args:
-        content: the JSON.
-        events: the stream; None: the client asked for none.
-        nodes: the turns that the client learns of.
-    """
+    """What a client gets: JSON, or the events of a stream if it asked for one; and the turns that
+    it learns of."""
 
     content: Mapping[str, Any]
     events: str | None = None
@@ -118,11 +105,8 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, content: Mapping[str, Any], sampling: SamplingConfig):
-        """The parameters of a request.
-
-        Raises:
-            Refusal: one has a wrong type, or differs from the sampling of training.
-        """
+        """The parameters of a request; Refusal if one has a wrong type, or differs from the
+        sampling of training."""
         try:
             body = cls.model_validate(content)
         except ValidationError as error:
@@ -152,6 +136,5 @@ class Body(BaseModel):
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The texts that end a turn, without empty ones."""
     given = [stop] if isinstance(stop, str) else stop or []
     return tuple(text for text in given if text)

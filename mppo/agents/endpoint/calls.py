@@ -24,13 +24,9 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A request.
+    """A request, by the digest of its route and body, and the task that makes its answer.
 
-    Args:
-        digest: of its route and body.
-        task: makes the answer.
-        readers: clients that wait for it.
-        is_read: a client has got the answer.
+    ``readers`` clients wait for it; ``is_read`` once one has got it.
     """
 
     digest: bytes
@@ -40,10 +36,9 @@ class Call:
 
 
 class Calls:
-    """The requests of a session.
+    """The requests of a session, at most ``most_running`` at the same time.
 
     Args:
-        most_running: of them at the same time.
         retry_s: seconds that an answer waits for a retry when its client is gone.
         forget: called with an answer that nobody will read.
     """
@@ -57,7 +52,6 @@ class Calls:
 
     @property
     def running(self) -> int:
-        """Number of requests that wait for an answer."""
         return sum(not call.task.done() for call in self._calls)
 
     async def serve(
@@ -98,7 +92,6 @@ class Calls:
                 asyncio.get_running_loop().call_later(self._retry_s, self._drop_unread, call)
 
     def _known(self, digest: bytes, is_retry: bool) -> Call | None:
-        """The call that a request repeats."""
         same = [call for call in self._calls if call.digest == digest]
         unread = [call for call in same if not call.is_read and not call.readers]
         return next(iter(unread or (same[::-1] if is_retry else ())), None)
@@ -145,5 +138,4 @@ class Calls:
 
 
 def ended() -> Refusal:
-    """The refusal of requests to a session that has ended."""
     return Refusal(409, "the session has ended", retry=False)

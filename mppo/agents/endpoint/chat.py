@@ -19,8 +19,6 @@ from mppo.agents.endpoint.session import Session
 
 
 class ChatBody(Body):
-    """What a request may hold; other fields are ignored."""
-
     messages: list[Any] = Field(min_length=1)
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -33,11 +31,7 @@ class ChatBody(Body):
     stream_options: dict[str, Any] | None = None
 
     def ask(self) -> Ask:
-        """The request.
-
-        Raises:
-            Refusal: it asks for what the endpoint does not do.
-        """
+        """The request; Refusal if it asks for what the endpoint does not do."""
         if (self.response_format or {}).get("type", "text") != "text":
             raise invalid("answers are not constrained: leave it out", "response_format")
         if self.top_logprobs:
@@ -52,22 +46,15 @@ class ChatBody(Body):
 
 
 def offered_tools(tools: list[Any] | None, choice: Any) -> tuple[Mapping[str, Any], ...]:
-    """The tools that the policy may call.
-
-    Raises:
-        Refusal: a call is demanded, which would need constrained sampling.
-    """
+    """The tools that the policy may call; Refusal if a call is demanded, which would need
+    constrained sampling."""
     if choice not in (None, "auto", "none"):
         raise invalid("answers are not constrained: use auto or none", "tool_choice")
     return () if choice == "none" else read_tools(tools)
 
 
 async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request.
-
-    Raises:
-        Refusal: the request is invalid, or see ``Session.answer``.
-    """
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = ChatBody.read(content, session.policy.sampling)
     answer = await session.answer(body.ask())
     head = {
@@ -101,7 +88,6 @@ async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply
 
 
 def client_message(choice: Choice) -> dict[str, Any]:
-    """A turn as OpenAI's clients take it."""
     found: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
         found["content"] = choice.text or None
@@ -135,7 +121,6 @@ def token_fields(answer: PolicyAnswer, choice: Choice) -> dict[str, Any]:
 
 
 def token_usage(answer: PolicyAnswer) -> dict[str, int]:
-    """Counts of tokens by OpenAI's names."""
     before, after = len(answer.context), answer.generated
     return {
         "prompt_tokens": before,
@@ -145,7 +130,6 @@ def token_usage(answer: PolicyAnswer) -> dict[str, int]:
 
 
 def token_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:
-    """Log-probabilities of the sampled tokens."""
     turn = choice.node.turn
     content = []
     for token_id, logprob in zip(turn.ids.tolist(), turn.logprobs.tolist(), strict=True):
@@ -158,7 +142,6 @@ def token_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:
 def _chunks(
     head: Mapping[str, Any], choices: list[dict[str, Any]], usage: Mapping[str, int] | None
 ) -> Iterator[dict[str, Any]]:
-    """The answer as the chunks of a stream."""
     head = {**head, "object": "chat.completion.chunk"}
     empty = {} if usage is None else {"usage": None}
     for choice in choices:

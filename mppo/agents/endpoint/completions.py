@@ -18,8 +18,6 @@ from mppo.agents.endpoint.session import Session
 
 
 class CompletionBody(Body):
-    """What a request may hold; other fields are ignored."""
-
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(default=16, ge=1)
     stop: str | list[str] | None = None
@@ -29,14 +27,8 @@ class CompletionBody(Body):
     stream_options: dict[str, Any] | None = None
 
     def ask(self, vocabulary: int) -> Ask:
-        """The request.
-
-        Args:
-            vocabulary: number of tokens.
-
-        Raises:
-            Refusal: it asks for what the endpoint does not do.
-        """
+        """The request, for a vocabulary of so many tokens; Refusal if it asks for what the endpoint
+        does not do."""
         for key in ("echo", "suffix"):
             if getattr(self, key):
                 raise invalid(f"{key} is not supported: leave it out", key)
@@ -57,11 +49,7 @@ class CompletionBody(Body):
 
 
 async def answer_completion(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request.
-
-    Raises:
-        Refusal: the request is invalid, or see ``Session.answer``.
-    """
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = CompletionBody.read(content, session.policy.sampling)
     prompts = session.policy.prompts
     answer = await session.answer(body.ask(prompts.vocabulary))

@@ -21,10 +21,8 @@ def read_messages(given: Sequence[Any]) -> tuple[Message, ...]:
     """OpenAI's chat messages in the form that chat templates take.
 
     Content is a text, a tool call's arguments are an object where they are valid JSON, and fields
-    that are null or unknown are left out.
-
-    Raises:
-        Refusal: a message has no known role, or holds something other than text.
+    that are null or unknown are left out. Refusal if a message has no known role, or holds
+    something other than text.
     """
     return tuple(_message(each, f"messages[{i}]") for i, each in enumerate(given))
 
@@ -53,11 +51,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a text, parts with texts, or null.
-
-    Raises:
-        Refusal: it holds something else.
-    """
+    """The text of a message's content: a text, parts with texts, or null; else Refusal."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -78,24 +72,14 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def sent_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """As ``tool_call``, for what a client sends.
-
-    Raises:
-        Refusal: the call has no name.
-    """
+    """As ``tool_call``, for what a client sends; Refusal if the call has no name."""
     if not isinstance(name, str):
         raise invalid("a tool call has a name", where)
     return tool_call(call_id if isinstance(call_id, str) else "", name, arguments)
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call as chat templates take it.
-
-    Args:
-        call_id: the call's id.
-        name: of the tool.
-        arguments: an object, or its JSON.
-    """
+    """A tool call as chat templates take it; arguments are an object, or its JSON."""
     if isinstance(arguments, str):
         try:
             read = parse_json(arguments)
@@ -107,11 +91,7 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def read_tools(given: Any) -> tuple[Mapping[str, Any], ...]:
-    """Schemas of tools in OpenAI's form.
-
-    Raises:
-        Refusal: they are not functions with names.
-    """
+    """Schemas of tools in OpenAI's form; Refusal if they are not functions with names."""
     tools = given or []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None

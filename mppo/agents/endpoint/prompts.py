@@ -20,33 +20,24 @@ _KEY = "rollout.agent"
 
 
 class PromptText:
-    """Tokenises in threads: a template or tokenizer may take its time.
-
-    Args:
-        tokenizer: the policy's.
-    """
+    """Tokenises in threads: a template or tokenizer may take its time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer, _KEY)
         self._turn_text = TurnText(tokenizer, self._renderer)
 
     def close(self) -> None:
-        """End the process that renders."""
         self._renderer.close()
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens of the tokenizer."""
         return len(self._tokenizer)
 
     async def opening(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """The tokens of a conversation up to the beginning of the policy's next turn.
-
-        Raises:
-            Refusal: the template refuses the messages.
-        """
+        """The tokens of a conversation up to the beginning of the policy's next turn; Refusal if
+        the template refuses the messages."""
         return await asyncio.to_thread(self._opening, messages, tools)
 
     def _opening(
@@ -59,15 +50,8 @@ class PromptText:
             raise invalid("; ".join(issue.why for issue in error.issues), "messages") from None
 
     async def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """The tokens of messages after a turn of the policy, up to its next one.
-
-        Args:
-            messages: any number of messages.
-            last_token: of the turn before.
-
-        Raises:
-            Refusal: the template refuses the messages.
-        """
+        """The tokens of messages after ``last_token`` of a turn of the policy, up to its next one;
+        raises as ``opening``."""
         try:
             found = await self.environment(messages, last_token)
         except InputError as error:
@@ -92,7 +76,6 @@ class PromptText:
         return found
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        """The text of tokens, with or without special ones."""
         return str(
             self._tokenizer.decode(
                 list(token_ids),

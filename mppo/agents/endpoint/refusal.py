@@ -22,8 +22,6 @@ class Refusal(Exception):
     """A request is not served.
 
     Args:
-        status: HTTP status.
-        message: why, and what to do.
         code: OpenAI's word for it, if there is one.
         param: the part of the request at issue.
         retry: whether a client should try again; None: as it does for the status.

@@ -21,8 +21,6 @@ _IGNORED = ("reasoning", "item_reference")
 
 
 class ResponseBody(Body):
-    """What a request may hold; other fields are ignored."""
-
     input: str | list[Any]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -35,14 +33,8 @@ class ResponseBody(Body):
     store: bool | None = None
 
     def ask(self, previous: Mapping[str, list[Message]]) -> Ask:
-        """The request, with its messages in OpenAI's chat form.
-
-        Args:
-            previous: messages by the id of an earlier answer.
-
-        Raises:
-            Refusal: it asks for what the endpoint does not do.
-        """
+        """The request, with its messages in OpenAI's chat form; Refusal if it asks for what the
+        endpoint does not do. ``previous``: messages by the id of an earlier answer."""
         if ((self.text or {}).get("format") or {}).get("type", "text") != "text":
             raise invalid("answers are not constrained: leave it out", "text")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
@@ -105,11 +97,7 @@ def _messages(given: str | list[Any]) -> list[Message]:
 
 
 async def answer_response(session: Session, content: Mapping[str, Any]) -> HttpReply:
-    """Answer a request.
-
-    Raises:
-        Refusal: the request is invalid, or see ``Session.answer``.
-    """
+    """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = ResponseBody.read(content, session.policy.sampling)
     ask = body.ask(session.previous)
     answer = await session.answer(ask)
@@ -174,7 +162,6 @@ def _items(choice: Choice, status: str) -> list[dict[str, Any]]:
 
 
 def _events(response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream."""
     number = count()
     begun = {**response, "status": "in_progress", "output": [], "usage": None}
     for name in ("created", "in_progress"):

@@ -56,16 +56,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint:
-    """An HTTP server on which agents reach the policy.
+    """An HTTP server on which agents reach the policy, by default on the loopback address: traffic
+    is not encrypted.
 
     Args:
-        sessions: who may ask.
-        host: where to listen; the loopback address by default: traffic is not encrypted.
         port: 0: any free one.
         admin_key: opens and closes sessions over HTTP; empty: a random one.
-
-    Attributes:
-        url: of the server, once it has started.
     """
 
     def __init__(
@@ -78,11 +74,7 @@ class Endpoint:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen in this event loop.
-
-        Raises:
-            InputError: the address cannot be listened on.
-        """
+        """Listen in this event loop; InputError if the address cannot be listened on."""
         listener = _listen(self._host, self._port)
         port = listener.getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -107,7 +99,6 @@ class Endpoint:
             await self._task
 
     async def stop(self) -> None:
-        """End all sessions and the server."""
         await self._sessions.end_all()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
@@ -115,7 +106,6 @@ class Endpoint:
             self._server = self._task = None
 
     def app(self) -> Starlette:
-        """The routes."""
         routes = [
             Route("/health", _checked(self._health), methods=["GET"]),
             Route("/sessions", _checked(self._open), methods=["POST"]),
@@ -172,8 +162,6 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     def _answers(self, path: str, answer: ApiAnswer) -> Handler:
-        """The handler of an API."""
-
         async def handler(request: Request) -> Response:
             session = self._session(request)
             body = await self._body(request)
@@ -194,7 +182,6 @@ class Endpoint:
         return handler
 
     def _session(self, request: Request) -> Session:
-        """The session that a request belongs to."""
         token, name = _token(request), request.path_params.get("id")
         if name is None:
             return self._sessions.session_of(token)
@@ -215,16 +202,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self):
-        """Do nothing."""
         yield
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        InputError: the address is taken or not of this machine.
-    """
+    """A listening socket; InputError if the address is taken or not of this machine."""
     try:
         family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -270,11 +252,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refusal: it has more than ``most`` bytes.
-    """
+    """The body of a request; Refusal if it has more than ``most`` bytes."""
     found = bytearray()
     async for piece in request.stream():
         found += piece
@@ -297,11 +275,7 @@ def _token(request: Request) -> str:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Raises:
-        Refusal: it is none.
-    """
+    """The JSON object of a body; Refusal if it is none."""
     try:
         content = parse_json(body)
     except ValueError as error:
@@ -312,7 +286,6 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def record_json(record: EpisodeRecord) -> dict[str, Any]:
-    """An episode as JSON."""
     leaves = [
         {
             "context_ids": leaf.context_ids.tolist(),

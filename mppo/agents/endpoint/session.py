@@ -36,10 +36,6 @@ class Limits:
     Args:
         context_tokens: most tokens of a sequence, prompt and all turns together.
         max_tokens: most tokens of a turn; None: as many as the context leaves.
-        turns: most turns of the policy.
-        concurrent_calls: most requests at the same time.
-        sessions: most open sessions of the endpoint.
-        body_bytes: largest body of a request.
         retry_s: seconds that a request goes on, and its answer is kept, after its client has gone.
     """
 
@@ -54,16 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Policy:
-    """What all sessions share.
-
-    Args:
-        prompts: tokenises what clients say.
-        generator: the rollout engine.
-        sampling: of training.
-        limits: of each session.
-        parse_tools: finds tool calls in a turn.
-        model: the policy's name in answers.
-    """
+    """What all sessions share."""
 
     prompts: PromptText
     generator: Generator
@@ -82,7 +69,6 @@ class Policy:
         parse_tools: ToolParser = parse_hermes,
         model: str = "policy",
     ) -> Policy:
-        """A policy with defaults."""
         prompts = PromptText(tokenizer)
         sampling, limits = sampling or SamplingConfig(), limits or Limits()
         return cls(prompts, generator, sampling, limits, parse_tools, model)
@@ -93,11 +79,9 @@ class _Place:
     """Where a turn belongs in the tree.
 
     Args:
-        parent: the turn before.
         context: all tokens before it.
         given: those after the parent.
         asked: the messages behind ``given``.
-        key: of the conversation so far.
     """
 
     parent: TurnNode | None
@@ -109,16 +93,9 @@ class _Place:
 
 @dataclass(eq=False)
 class Session:
-    """A session.
-
-    Args:
-        id: names it in URLs; nobody can guess it.
-        key: the client's API key.
-        base_url: for a client of OpenAI's.
-        policy: who answers.
+    """A session. Nobody can guess its id, which names it in URLs; ``key``: the client's API key.
 
     Attributes:
-        tree: the tokens.
         reward, numbers: as the agent reports them.
         ended: set when the agent says that the episode has ended.
         failure: why the engine did not answer the last request.
@@ -157,11 +134,8 @@ class Session:
         self._openings[history_keys(tools, messages)[-1]] = list(token_ids)
 
     def report(self, reward: Any, numbers: Any) -> None:
-        """Take what the agent says of the episode.
-
-        Raises:
-            Refusal: a value is not a finite number.
-        """
+        """Take what the agent says of the episode; Refusal of a value that is not a finite
+        number."""
         found = None if reward is None else _finite(reward, "reward")
         if numbers is not None and not isinstance(numbers, Mapping):
             raise invalid("numbers is an object with numbers", "numbers")
@@ -175,11 +149,8 @@ class Session:
         await self.calls.close()
 
     async def answer(self, ask: Ask) -> PolicyAnswer:
-        """Turns of the policy.
-
-        Raises:
-            Refusal: the session has ended or used up its turns, or the request does not fit.
-        """
+        """Turns of the policy; Refusal if the session has ended or used up its turns, or the
+        request does not fit."""
         limits = self.policy.limits
         if self.ended.is_set():
             raise ended()
@@ -269,7 +240,6 @@ class Session:
         return SampledTurn(*found, merged_parts(parts), reason, experts)
 
     def _choice(self, ask: Ask, place: _Place, turn: SampledTurn) -> Choice:
-        """Add a turn to the tree."""
         prompts = self.policy.prompts
         turn, stop = cut_at(turn, ask.stop, prompts)
         text, calls = shown_text(turn, stop, prompts), []

@@ -31,10 +31,6 @@ class EpisodeRecord:
 
     Args:
         leaves: sequences to train on, in order of creation; the last one is the episode's answer.
-        reward: what the agent reported; None: nothing.
-        numbers: further numbers by name.
-        turns: turns of the policy.
-        error: why the episode failed; None: it did not.
         is_used_up: whether it asked for more turns or tokens than it may have.
         messages: the conversation up to the last leaf's end.
     """
@@ -49,19 +45,8 @@ class EpisodeRecord:
 
 
 class Sessions:
-    """Opens and closes sessions; all calls come from one event loop.
-
-    Args:
-        tokenizer: the policy's.
-        generator: the rollout engine.
-        limits: of each session.
-        sampling: of training: requests that ask for another one are refused.
-        parse_tools: finds tool calls in a turn (``tool_calls.tool_parser``).
-        model: the policy's name in answers.
-
-    Attributes:
-        url: of the endpoint, which sets it.
-    """
+    """Opens and closes sessions; all calls come from one event loop. Requests that ask for another
+    ``sampling`` than that of training are refused; the endpoint sets ``url``."""
 
     def __init__(
         self,
@@ -91,10 +76,9 @@ class Sessions:
         """Open a session.
 
         Args:
-            messages: of the prompt, if its tokens are known.
-            tools: schemas of the tools in the prompt.
-            token_ids: the prompt's tokens: those of a first request with exactly these messages
-                and tools.
+            messages, tools: of the prompt, if its tokens are known.
+            token_ids: the prompt's tokens: those of a first request with exactly these messages and
+                tools.
             sampling: of this session, for example in validation; None: that of training.
 
         Raises:
@@ -111,15 +95,8 @@ class Sessions:
         return session
 
     async def close(self, session_id: str, error: str | None = None) -> EpisodeRecord:
-        """End a session and take what it holds.
-
-        Args:
-            session_id: its id.
-            error: why the episode failed.
-
-        Raises:
-            Refusal: no such session, or it is closed.
-        """
+        """End a session and take what it holds; ``error``: why the episode failed. Refusal if there
+        is no such session, or it is closed."""
         session = self.session(session_id)
         del self._open[session.id], self._by_key[session.key]
         self._closed[session.id] = session.key
@@ -144,15 +121,8 @@ class Sessions:
         self.policy.prompts.close()
 
     def session(self, session_id: str, token: str | None = None) -> Session:
-        """The session of an id.
-
-        Args:
-            session_id: the id.
-            token: what the client sends as its API key; None: the owner asks.
-
-        Raises:
-            Refusal: no such session, it is closed, or the token is not its key or id.
-        """
+        """The session of an id; Refusal if there is none, it is closed, or ``token``, what the
+        client sends as its API key (None: the owner asks), is not its key or id."""
         found = self._open.get(session_id)
         if found is None:
             if session_id in self._closed:
@@ -163,11 +133,7 @@ class Sessions:
         return found
 
     def session_of(self, token: str) -> Session:
-        """The session with this key or id.
-
-        Raises:
-            Refusal: there is none, or it is closed.
-        """
+        """The session with this key or id; Refusal if there is none, or it is closed."""
         found = self._by_key.get(token) or self._open.get(token)
         if found is not None:
             return found

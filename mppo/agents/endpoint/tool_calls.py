@@ -20,24 +20,14 @@ Call = tuple[str, str]
 
 
 class ToolParser(Protocol):
-    """Finds tool calls."""
-
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """The text besides the calls, and the calls.
-
-        Args:
-            text: a turn, special tokens included.
-            tools: their schemas, in OpenAI's form.
-        """
+        """The text of a turn (special tokens included) besides the calls, and the calls; schemas of
+        tools are in OpenAI's form."""
         ...
 
 
 def tool_parser(name: str = HERMES) -> ToolParser:
-    """The parser of a format.
-
-    Raises:
-        InputError: there is no such format, or SGLang is not installed.
-    """
+    """The parser of a format; InputError if there is none, or SGLang is not installed."""
     if name == HERMES:
         return parse_hermes
     try:

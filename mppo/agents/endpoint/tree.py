@@ -30,7 +30,6 @@ class Leaf(ComparedByValue):
         ids: int32 ``[L]``, tokens of the policy, and others' tokens between them.
         logprobs: float32 ``[L]``, 0 for others' tokens.
         parts: (version of the weights, number of tokens) in order; ``NO_WEIGHTS`` for others'.
-        finish_reason: of the last turn.
         experts: int16 ``[C + L - 1, layers, k]``, by which the engine computed the tokens; None: it
             does not report them.
     """
@@ -50,7 +49,6 @@ class SampledTurn:
     Args:
         ids, logprobs: int32 and float32 ``[N]``, N at least 1.
         parts: (version of the weights, number of tokens) in order.
-        finish_reason: "stop" or "length".
         experts: int16 ``[tokens, layers, k]``, of all tokens before its last one; in a tree those
             from the last token of the turn before.
     """
@@ -67,12 +65,7 @@ class TurnNode:
     """A turn of the policy.
 
     Args:
-        parent: the turn before; None: there is none.
         given: int32 ``[G]``, others' tokens between the two; without a parent, the whole context.
-        turn: the policy's tokens.
-        asked: the messages behind ``given``.
-        answer: the turn as a message.
-        key: of the messages up to the answer.
         children: number of turns that follow this one.
         length: number of tokens up to the end of the turn.
     """
@@ -120,14 +113,8 @@ class TokenTree:
         return len(self._nodes)
 
     def deepest(self, keys: Sequence[Hashable]) -> tuple[TurnNode | None, int]:
-        """The turn that ends the longest known beginning of a conversation.
-
-        Args:
-            keys: of the first message, the first two, and so on.
-
-        Returns:
-            The turn, the latest of equal ones, and the number of messages up to it; or None and 0.
-        """
+        """The latest turn that ends the longest known beginning of a conversation, and its number
+        of messages; or None and 0. ``keys``: of the first message, the first two, and so on."""
         for count in range(len(keys), 0, -1):
             found = self._by_key.get(keys[count - 1])
             if found:
@@ -153,7 +140,6 @@ class TokenTree:
         answer: Message,
         key: Hashable,
     ) -> TurnNode:
-        """Add a turn of the policy; see ``TurnNode``."""
         assert len(turn.ids), "a turn has at least one token"
         ids = torch.tensor(given, dtype=torch.int32)
         if parent is not None:
@@ -195,12 +181,7 @@ class TokenTree:
 
 
 def _leaf(shared: Sequence[TurnNode], own: Sequence[TurnNode]) -> Leaf:
-    """The sequence of some turns.
-
-    Args:
-        shared: turns that belong to an earlier leaf.
-        own: the turns after them, at least one.
-    """
+    """The sequence of turns, of which the ``shared`` ones belong to an earlier leaf."""
     context = [ids for node in shared for ids in (node.given, node.turn.ids)]
     ids, logprobs, parts = [], [], []
     for node in own:

@@ -9,14 +9,7 @@ from mppo.rollout.turns import Turn
 
 
 class Generator(Protocol):
-    """A rollout engine, as the endpoint uses it."""
-
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
-        """Generate what follows some tokens. A cancelled call is aborted in the engine.
-
-        Args:
-            token_ids: everything before the turn.
-            max_tokens: most tokens to generate, at least 1.
-            session: requests of one session share prefixes.
-        """
+        """Generate what follows all tokens before the turn, at most ``max_tokens`` (at least 1);
+        requests of one session share prefixes. A cancelled call is aborted in the engine."""
         ...

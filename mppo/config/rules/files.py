@@ -101,7 +101,6 @@ def _command(key: str, command: str | None) -> Iterator[ConfigIssue]:
 
 
 def _code_verifier(recipe: Recipe) -> Iterator[ConfigIssue]:
-    """The verifier of programs is a package of its own."""
     named = {"reward.verifier": recipe.reward.verifier}
     named |= {f"data.sources.{i}.verifier": s.verifier for i, s in enumerate(recipe.data.sources)}
     for key, verifier in named.items():
@@ -236,7 +235,6 @@ def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
 
 
 def _python_file(key: str, name: str | None) -> Iterator[ConfigIssue]:
-    """Issues of the file in ``path.py:name``."""
     source = (name or "").rpartition(":")[0]
     if source.endswith(".py") and not Path(source).is_file():
         yield ConfigIssue(key, name, f"no such file {source}", "correct the path")

@@ -20,16 +20,9 @@ from mppo.weights.shape import ModelShape
 
 @dataclass(frozen=True)
 class RuleContext:
-    """The recipe, ranks and models that a rule reads.
-
-    Args:
-        shapes: model sizes by role; without roles whose config has not been read.
-        positions: longest sequence of each role's position encoding, by role; without roles whose
-            longest sequence is unknown or unlimited.
-        configs: Hugging Face config object of each role's model, by role; without those that have
-            not been read.
-        ranks_per_node: number of ranks on a node; None: unknown.
-    """
+    """The recipe, ranks and models that a rule reads; mappings are by role, without roles whose
+    config has not been read. ``positions``: longest sequence of the position encoding, where it is
+    known and limited; ``configs``: Hugging Face config objects."""
 
     recipe: Recipe
     world_size: int
@@ -40,7 +33,6 @@ class RuleContext:
 
     @cached_property
     def roles(self) -> tuple[RoleConfig, ...]:
-        """The roles that this recipe builds."""
         return self.recipe.roles()
 
 
@@ -50,11 +42,8 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a function in ``RULES``.
-
-    Args:
-        keys: dotted keys or sections that the rule reads; ``*`` stands for any role.
-    """
+    """Register a function that reads dotted keys or sections in ``RULES``; ``*`` stands for any
+    role."""
 
     def register(function: Rule) -> Rule:
         RULES.append((keys, function))

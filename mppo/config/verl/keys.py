@@ -25,11 +25,8 @@ OVER_ALL_RANKS = {
 
 
 class VerlTranslation:
-    """A document with verl's remaining keys converted, removed or refused.
-
-    Args:
-        document: nested mapping, with the names in ``RENAMED`` already replaced; not changed.
-    """
+    """A document with verl's remaining keys converted, removed or refused; the names in ``RENAMED``
+    are already replaced."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document: dict[str, Any] = _copied(document)
@@ -166,7 +163,6 @@ def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
 
 @cache
 def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
-    """Every row with each of its names, alternatives expanded."""
     rows = (*ROLE_ROWS, *RUN_ROWS, *ENGINE_ROWS)
     return tuple((tuple(name.split(".")), row) for row in rows for name in _names(row.names))
 

@@ -26,11 +26,9 @@ class Converted:
     function: Callable[[float], float] | None = None
 
     def target(self, parts: Sequence[str]) -> str:
-        """mppo's key for one of verl's."""
         return self.key.replace("*", parts[0]).replace("{}", parts[-1])
 
     def convert(self, value: Any) -> Any:
-        """mppo's value for one of verl's."""
         if self.function and isinstance(value, int | float):
             return self.function(value)
         return next((new for old, new in self.values.items() if old == value), value)
@@ -53,13 +51,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class VerlRow:
-    """A pattern of keys and what happens to them.
+    """A pattern of keys and what happens to them, for any of ``values``.
 
-    Args:
-        names: dotted; ``{a,b}`` matches either, ``*`` any one part. A row also matches all keys
-            below its names; the first row that matches a key and its value applies.
-        action: what happens to the key.
-        values: values that the row applies to; None: any.
+    Names are dotted; ``{a,b}`` matches either, ``*`` any one part. A row also matches all keys
+    below its names; the first row that matches a key and its value applies.
     """
 
     names: str

@@ -17,7 +17,6 @@ class RoleChoice:
     """The layout of a role, and its micro-batches.
 
     Args:
-        tp, pp, vpp, cp, ep, etp: sizes of the layout.
         tokens: token budget of a micro-batch per GPU; 0 of a frozen role, which keeps its own.
         recomputes: the backward pass repeats the forward pass.
     """
@@ -33,7 +32,6 @@ class RoleChoice:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the layout."""
         return (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp)
 
     def describe_role(self) -> list[str]:
@@ -58,7 +56,6 @@ class RoleChoice:
         }
 
     def trained(self, section: TrainedSection, sparse: bool) -> TrainedSection:
-        """The section of a trained role with this choice."""
         layout = {
             **self.layout(sparse),
             "recompute_granularity": "full" if self.recomputes else "none",
@@ -77,7 +74,6 @@ class LayoutChoice(RoleChoice):
     """A candidate: the choice of the actor, which is that of the critic unless it has its own.
 
     Args:
-        server: GPUs of a server.
         server_ep: groups of a server's GPUs over which it divides its experts.
         apart: GPUs that only servers use; 0: as in the recipe.
         ahead: such servers generate the next step's batch while this one trains.
@@ -93,12 +89,10 @@ class LayoutChoice(RoleChoice):
     own: tuple[tuple[str, RoleChoice], ...] = ()
 
     def of(self, role: str) -> RoleChoice:
-        """The choice of a role."""
         return dict(self.own).get(role, self)
 
     @property
     def shared(self) -> bool:
-        """Whether the critic has the actor's layout."""
         return self.of("critic").sizes == self.sizes
 
     def without_repeats(self) -> LayoutChoice:
@@ -111,13 +105,9 @@ class LayoutChoice(RoleChoice):
         return replace(self, own=own)
 
     def changed(self, role: str, **changes: Any) -> LayoutChoice:
-        """The candidate with changes of one role's choice; of the actor's, they are also those of
-        a critic without its own.
-
-        Args:
-            role: the role; one without a choice of its own gets it.
-            changes: arguments of ``RoleChoice``.
-        """
+        """The candidate with changes of one role's choice (arguments of ``RoleChoice``); a role
+        without a choice of its own gets it. Those of the actor are also those of a critic without
+        its own."""
         if role == "actor":
             return replace(self, **changes)
         before = self.of(role)
@@ -157,13 +147,6 @@ class LayoutChoice(RoleChoice):
         return replace(self, **none, own=own)
 
     def applied(self, recipe: Recipe, sparse: Mapping[str, bool], world: int) -> Recipe:
-        """The recipe with this choice.
-
-        Args:
-            recipe: the recipe.
-            sparse: for each role, whether its model has experts.
-            world: number of all GPUs.
-        """
         sections: dict[str, Any] = {
             name: self.of(name).trained(getattr(recipe, name), sparse[name])
             for name in ("actor", "critic")

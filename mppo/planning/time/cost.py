@@ -51,7 +51,6 @@ class Cost:
 
     @property
     def device(self) -> float:
-        """Seconds of the device alone."""
         return self.compute + self.memory + self.network
 
     @property
@@ -62,11 +61,9 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Seconds in all."""
         return self.device + self.host
 
     def spent(self) -> dict[str, float]:
-        """Seconds by what they are spent on."""
         return {
             "compute": self.compute,
             "memory": self.memory,

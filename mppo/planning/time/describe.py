@@ -37,11 +37,8 @@ class TimeOptions:
     Args:
         prompt: mean tokens of a prompt; None: the recipe's limit.
         response: the same of a response.
-        price: of a GPU for an hour; None: no cost is told.
         search: file for the recipe with the fastest layout; None: no search.
-        picture: file for a picture of the step; None: none is drawn.
         lengths: a run's dumped steps, whose lengths the sequences have; None: of the means.
-        turns: of the recipe's agent.
         upkeep: what of validation and checkpoints is counted.
     """
 
@@ -57,13 +54,7 @@ class TimeOptions:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a plan needs to predict the time of a step.
-
-    Args:
-        sequences: the sequences of a step.
-        kernels: the GPU.
-        options: what is asked.
-    """
+    """What a plan needs to predict the time of a step."""
 
     sequences: StepSequences
     kernels: Kernels
@@ -71,16 +62,8 @@ class Timing:
 
     @staticmethod
     def of(recipe: Recipe, gpu: GpuType, options: TimeOptions) -> Timing:
-        """Check the options and load the measured kernels.
-
-        Args:
-            recipe: a valid recipe.
-            gpu: the type of the GPU.
-            options: what is asked.
-
-        Raises:
-            ConfigError: the library is not installed, or an option is wrong.
-        """
+        """Check the options and load the measured kernels; ConfigError if the library is not
+        installed, or an option is wrong."""
         means = (options.prompt, options.response)
         sequences = recipe_sequences(recipe, *means, options.lengths, options.turns)
         check_upkeep(recipe, options.upkeep)
@@ -93,17 +76,6 @@ class Timing:
     def predict(
         self, recipe: Recipe, plans: Sequence[RolePlan], fit: Fit, hf_configs: Mapping[str, Any]
     ) -> tuple[StepLoad, Prediction]:
-        """Predict the time of a step.
-
-        Args:
-            recipe: the recipe.
-            plans: its roles (``plan_roles``).
-            fit: what is offloaded.
-            hf_configs: Hugging Face config object of each role's model, by role.
-
-        Returns:
-            What the step computes, and its predicted time.
-        """
         recipe = with_token_budgets(recipe, plans[0].layout.world, hf_configs)
         load = recipe_load(recipe, plans, fit, hf_configs, self.sequences)
         found = predict_step(load, self.kernels)
@@ -114,13 +86,6 @@ class Timing:
 
 
 def describe_prediction(load: StepLoad, prediction: Prediction, price: float | None = None) -> str:
-    """Describe a prediction.
-
-    Args:
-        load: what the step computes.
-        prediction: its predicted time.
-        price: of a GPU for an hour; None: no cost is told.
-    """
     sequences = load.sequences
     lengths = f"{sequences.prompt:,.0f} + {sequences.response:,.0f}"
     rows = [("phase", "predicted s", "share", "MFU", "bound by")]
@@ -143,7 +108,6 @@ def describe_prediction(load: StepLoad, prediction: Prediction, price: float | N
 
 
 def _uncounted(load: StepLoad, prediction: Prediction) -> str:
-    """What a step has that is not in the prediction."""
     names = {phase.name for phase in prediction.phases}
     missing = ["rewards"]
     missing += [] if load.sequences.turns.seconds else ["agents"]

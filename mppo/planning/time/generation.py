@@ -29,11 +29,8 @@ class Servers:
     """Engines that generate.
 
     Args:
-        count: their number.
-        tp: ranks of each.
         slots: most sequences that one generates at once.
         kv_tokens: tokens for which its KV cache has room; None: no limit known.
-        ep: ranks over which it divides its experts.
     """
 
     count: int
@@ -48,8 +45,6 @@ class GenerationTime:
     """Seconds of generation.
 
     Args:
-        prefill: seconds of prompts, and of what turns add.
-        decoding: seconds of decoding, by what they are spent on.
         tail: seconds of decoding in the tail.
         agents: seconds in which agents, not the engine, hold the sequences.
     """
@@ -61,25 +56,19 @@ class GenerationTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds in all."""
         return self.prefill.seconds + self.decoding.seconds + self.agents
 
 
 def decode_responses(
     step: Callable[[int, int], Cost], lengths: Sequence[int], prompt: float, slots: int
 ) -> tuple[Cost, float]:
-    """Decode responses by continuous batching on one server.
-
-    A response that ends makes room for the next one.
+    """Decode responses by continuous batching on one server: the cost, and the seconds of the tail.
 
     Args:
         step: seconds of a step by sequences and mean context.
         lengths: tokens of the responses in the order in which they start.
         prompt: tokens of a prompt.
-        slots: most sequences at once.
-
-    Returns:
-        The cost, and the seconds of the tail.
+        slots: most sequences at once; one that ends makes room for the next.
     """
     waiting = list(reversed(lengths))
     running: list[tuple[int, int]] = []  # when a response ends and when it began, in steps
@@ -103,14 +92,7 @@ def decode_responses(
 
 
 class EnginePasses:
-    """An engine's passes on one of its ranks.
-
-    Args:
-        kernels: the GPU.
-        shape: sizes of the model.
-        active: experts that process a token.
-        servers: the engines.
-    """
+    """An engine's passes on one of its ranks."""
 
     def __init__(self, kernels: Kernels, shape: ModelShape, active: int, servers: Servers) -> None:
         self._kernels, self._shape, self._active = kernels, shape, active
@@ -131,7 +113,6 @@ class EnginePasses:
         return self._pass(batch, batch, Cost(memory=seconds), reads_weights=True)
 
     def prefill(self, sequences: int, length: int) -> Cost:
-        """A pass over prompts."""
         s, tp = self._shape, self._servers.tp
         heads = max(1, s.heads // tp)
         keys, dim = max(1, s.kv_heads // tp), s.head_dim

@@ -13,7 +13,6 @@ class GpuSystem:
     """A GPU and its links.
 
     Args:
-        name: its name.
         flops: peak of dense bfloat16 products, operations per second.
         memory: bandwidth of its memory, bytes per second.
         gpus_per_node: GPUs that share the fast links.
@@ -39,9 +38,7 @@ class Kernels(Protocol):
     """Seconds of single kernels in bfloat16."""
 
     @property
-    def system(self) -> GpuSystem:
-        """The GPU for which the seconds are."""
-        ...
+    def system(self) -> GpuSystem: ...
 
     @property
     def source(self) -> str:

@@ -32,14 +32,8 @@ Product = tuple[int, int, int]
 
 
 def gemms(kernels: Kernels, products: Sequence[Product], backward: bool, count: int = 1) -> Cost:
-    """Seconds of products in a forward pass, or of both products of each in a backward pass.
-
-    Args:
-        kernels: the GPU.
-        products: the forward pass's products.
-        backward: the gradients of inputs and weights instead.
-        count: how often each is computed.
-    """
+    """Seconds of products in a forward pass, each ``count`` times, or of both products of each (the
+    gradients of inputs and weights) in a backward pass."""
     seconds = 0.0
     for m, n, k in products:
         if backward:
@@ -61,11 +55,6 @@ class DecoderLayer:
     """A decoder layer in a micro-batch of packed sequences.
 
     Args:
-        kernels: the GPU.
-        shape: sizes of the model.
-        active: experts that process a token.
-        layout: the role's layout.
-        sparse: the feed-forward is a mixture of experts.
         tokens: tokens of the micro-batch on this rank (its share of context parallelism).
         length: tokens of a sequence.
         outputs: those of its tokens that pass the feed-forward; None: all.
@@ -82,7 +71,6 @@ class DecoderLayer:
 
     @cached_property
     def forward(self) -> Cost:
-        """A forward pass."""
         return (
             gemms(self.kernels, self._projections, backward=False)
             + self._attention
@@ -109,7 +97,6 @@ class DecoderLayer:
 
     @cached_property
     def _projections(self) -> list[Product]:
-        """Products of the attention."""
         s, t, tp = self.shape, self.tokens, self.layout.tp
         heads, mla = s.heads // tp, s.mla
         if mla is None:
@@ -200,12 +187,8 @@ class DecoderLayer:
         return 2 if self.sparse and self.layout.ep > 1 else 0
 
     def _exchanges(self, tensor: int, expert: int) -> Cost:
-        """Exchanges that nothing hides.
-
-        Args:
-            tensor: gathers and scatters of tensor parallelism.
-            expert: all-to-all exchanges of expert parallelism.
-        """
+        """Exchanges that nothing hides: gathers and scatters of ``tensor`` parallelism, and
+        all-to-alls of ``expert`` parallelism."""
         seconds = sum(
             count * collective_seconds(self.kernels, kind, nbytes, group)
             for count, kind, nbytes, group in self._traffic(tensor, expert)

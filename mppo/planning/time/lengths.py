@@ -7,18 +7,10 @@ from collections.abc import Sequence
 
 
 def quantiles(mean: float, longest: int, count: int) -> list[int]:
-    """Lengths of ``count`` responses with a mean and a maximum.
+    """Ascending lengths, at least 1, of ``count`` responses with a mean and a maximum.
 
     They are the quantiles of the distribution with the greatest entropy among those on
     ``0..longest`` with this mean, a truncated exponential (Jaynes 1957); nothing else is known.
-
-    Args:
-        mean: tokens of a response; at most ``longest``.
-        longest: the maximum.
-        count: number of responses.
-
-    Returns:
-        Ascending lengths, at least 1.
     """
     if mean >= longest:
         return [longest] * count
@@ -41,9 +33,7 @@ def _rate(mean: float) -> float:
 
 
 def scattered(lengths: Sequence[int]) -> list[int]:
-    """The same lengths in an order without trend: every prefix has about the same mean.
-
-    Steps of the golden ratio through the sorted list (Weyl's equidistribution).
-    """
+    """The same lengths in an order without trend, so that every prefix has about the same mean:
+    steps of the golden ratio through the sorted list (Weyl's equidistribution)."""
     order = sorted(range(len(lengths)), key=lambda i: (i + 1) * 0.6180339887498949 % 1)
     return [lengths[i] for i in order]

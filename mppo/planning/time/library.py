@@ -48,9 +48,6 @@ def open_library(gpu: GpuType) -> Kernels:
     A type without data has those of the nearest one, each scaled by the ratio of the two GPUs'
     least possible times for it.
 
-    Args:
-        gpu: the type of the GPU.
-
     Raises:
         ConfigError: the library is not installed, or cannot be imported.
     """
@@ -93,12 +90,7 @@ def _description(system: str) -> dict[str, Any]:
 
 
 class Measured:
-    """The library's kernels of one GPU.
-
-    Args:
-        system: the library's name of the GPU.
-        source: of ``Kernels``.
-    """
+    """The library's kernels of one GPU."""
 
     def __init__(self, system: str, source: str) -> None:
         self._source = f"{source}, {system}"

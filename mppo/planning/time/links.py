@@ -15,12 +15,7 @@ LEAST = 2048
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate.
-
-    Args:
-        ranks: their number.
-        stride: distance between neighbours, 1: they are neighbours on a node.
-    """
+    """Ranks that communicate; neighbours are ``stride`` ranks apart."""
 
     ranks: int
     stride: int = 1
@@ -35,12 +30,6 @@ def collective_seconds(kernels: Kernels, kind: Collective, nbytes: float, group:
 
     Across nodes a ring enters and leaves a node through the network cards of all members on it,
     while all-to-all sends what is for other nodes through each rank's own card.
-
-    Args:
-        kernels: the GPU.
-        kind: the collective.
-        nbytes: bytes of the whole tensor: gathered, reduced, or sent by one rank to all.
-        group: its ranks.
     """
     ranks, system = group.ranks, kernels.system
     if ranks == 1 or nbytes == 0:

@@ -27,14 +27,7 @@ _LABELLED = 0.04
 
 @dataclass(frozen=True)
 class GroupBar:
-    """A phase of a group of ranks.
-
-    Args:
-        group: index of the group.
-        phase: the phase.
-        start: when it begins, seconds.
-        spent: what the group's seconds are spent on.
-    """
+    """A phase of a group of ranks; ``start`` is in seconds."""
 
     group: int
     phase: Phase
@@ -43,12 +36,7 @@ class GroupBar:
 
 
 def rank_groups(prediction: Prediction, world: int) -> list[str]:
-    """Names of the groups: pipeline stages of the ranks, and servers on GPUs of their own.
-
-    Args:
-        prediction: the predicted step.
-        world: number of ranks.
-    """
+    """Names of the groups: pipeline stages of the ranks, and servers on GPUs of their own."""
     stages = max([1, *(len(phase.stages) for phase in prediction.phases)])
     each = world // stages
     names = [f"ranks {stage * each} to {(stage + 1) * each - 1}" for stage in range(stages)]
@@ -56,7 +44,6 @@ def rank_groups(prediction: Prediction, world: int) -> list[str]:
 
 
 def group_bars(prediction: Prediction, world: int) -> Iterator[GroupBar]:
-    """All bars of a step. For the arguments see ``rank_groups``."""
     groups, elsewhere = len(rank_groups(prediction, world)), prediction.gpus > world
     ranks = groups - elsewhere
     start = 0.0
@@ -73,14 +60,7 @@ def group_bars(prediction: Prediction, world: int) -> Iterator[GroupBar]:
 
 
 def draw_step(title: str, prediction: Prediction, world: int, path: Path) -> None:
-    """Draw a step from left to right, a row for each group of ranks.
-
-    Args:
-        title: of the picture.
-        prediction: the predicted step.
-        world: number of ranks.
-        path: file of the image; its suffix selects the format.
-    """
+    """Draw a step from left to right, a row for each group of ranks."""
     matplotlib: Any = import_module("matplotlib")  # imported only to draw; its types are partial
     figures: Any = import_module("matplotlib.figure")
 

@@ -35,11 +35,9 @@ def recipe_sequences(
     """The sequences of a step.
 
     Args:
-        recipe: the recipe.
-        prompt: mean tokens of a prompt, of --mean-prompt; None: the recipe's limit.
-        response: the same of a response, of --mean-response.
+        prompt, response: mean tokens, of --mean-prompt and --mean-response; None: the recipe's
+            limit.
         dump: a run's dumped steps, of --lengths, whose lengths the sequences have instead.
-        turns: of the recipe's agent.
 
     Raises:
         ConfigError: a mean is not between 1 and the limit, the folder has no lengths or longer
@@ -88,16 +86,9 @@ def recipe_sequences(
 
 
 def dumped_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
-    """Mean tokens of a prompt, and the ascending lengths of all responses, of dumped steps.
-
-    An agent's tokens between those of the policy belong to the response.
-
-    Args:
-        path: a run folder, its folder ``rollouts``, or the folder of one step.
-
-    Raises:
-        ConfigError: there is no dumped step, or one cannot be read.
-    """
+    """Mean tokens of a prompt, and the ascending lengths of all responses, of the dumped steps of a
+    run folder, of its folder ``rollouts``, or of a step's folder. An agent's tokens between those
+    of the policy belong to the response. ConfigError if there is none, or one cannot be read."""
     prompts, responses = list[int](), list[int]()
     fix = "give the folder of a run with trainer.dump_rollouts=true"
     for folder in dumped_steps(path).values():
@@ -117,7 +108,6 @@ def dumped_lengths(path: Path) -> tuple[float, tuple[int, ...]]:
 
 
 def _turn_issues(recipe: Recipe, turns: AgentTurns, response: float) -> Iterator[ConfigIssue]:
-    """What is wrong with the turns of an agent."""
     if turns == ONE_TURN:
         return
     agent = recipe.rollout.agent
@@ -143,15 +133,8 @@ def recipe_load(
     hf_configs: Mapping[str, Any],
     sequences: StepSequences,
 ) -> StepLoad:
-    """What a step of a recipe computes.
-
-    Args:
-        recipe: the recipe, with numbers as token budgets (``with_token_budgets``).
-        plans: its roles (``plan_roles``).
-        fit: what is offloaded, and the engine's memory; None: nothing is, and there is enough.
-        hf_configs: Hugging Face config object of each role's model, by role.
-        sequences: its sequences.
-    """
+    """What a step of a recipe computes, whose token budgets are numbers (``with_token_budgets``).
+    Without ``fit`` nothing is offloaded, and there is memory enough."""
     world, rollout = plans[0].layout.world, recipe.rollout
     tp = 1 if rollout.name == "local" else rollout.tensor_model_parallel_size
     colocated = rollout.mode == "colocated" and not rollout.urls
@@ -176,12 +159,8 @@ def recipe_load(
 
 
 def with_batching(load: StepLoad, recipe: Recipe) -> StepLoad:
-    """What a step computes with the micro-batches and the recomputation of another recipe.
-
-    Args:
-        load: of a recipe that differs in nothing else.
-        recipe: the other recipe, with numbers as token budgets.
-    """
+    """The load with the micro-batches and the recomputation of a recipe that differs in nothing
+    else."""
     roles = {role.name: role for role in recipe.roles()}
     changed = [
         replace(

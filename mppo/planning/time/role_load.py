@@ -29,7 +29,6 @@ class AgentTurns:
     """How an agent and the policy take turns in an episode.
 
     Args:
-        count: turns of the policy.
         seconds: what the agent needs after each turn of the policy.
         tokens: what it adds after each turn but the last.
     """
@@ -40,7 +39,6 @@ class AgentTurns:
 
     @property
     def inserted(self) -> float:
-        """Tokens of a response that the policy did not make."""
         return self.tokens * (self.count - 1)
 
 
@@ -52,13 +50,9 @@ class StepSequences:
     """The sequences of a step.
 
     Args:
-        count: their number.
-        prompt: mean tokens of a prompt.
-        response: mean tokens of a response, an agent's included.
+        prompt, response: mean tokens; an agent's belong to the response.
         longest: greatest number of tokens of a response.
-        samples: responses of a prompt.
         known: ascending lengths of a run's responses; empty: only mean and maximum are known.
-        turns: of an agent.
         cached: the engine computes a beginning that sequences share once.
     """
 
@@ -73,16 +67,13 @@ class StepSequences:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence."""
         return self.prompt + self.response
 
     @property
     def tokens(self) -> float:
-        """Tokens of all sequences."""
         return self.count * self.length
 
     def responses(self, count: int) -> list[int]:
-        """Ascending lengths of ``count`` responses."""
         if not self.known:
             return quantiles(self.response, self.longest, count)
         return [self.known[int((i + 0.5) * len(self.known) / count)] for i in range(count)]
@@ -98,20 +89,13 @@ class RoleLoad:
     """What a role computes in a step.
 
     Args:
-        name: name of the role.
-        shape: sizes of its model.
         active: experts that process a token.
-        flops: operations of the model.
-        layout: its layout.
         layers: decoder layers of every pipeline stage.
         parameters: parameters of one rank, by pipeline stage.
-        policy: its head is a vocabulary projection.
         mini_batches: optimizer steps; 0: frozen.
         epochs: how often the update passes over the sequences.
         training: size limit of a micro-batch in training, over all context-parallel ranks.
         measuring: the same in forward-only passes.
-        model_parameters: parameters of the model.
-        recomputes: the backward pass repeats the forward pass.
         cpu_share: share of the optimizer that the CPU updates.
         lean_head: as mppo's, the head computes its logits again in the backward pass, and the last
             layer's feed-forward has only response tokens where nothing prevents it.
@@ -137,12 +121,8 @@ class RoleLoad:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of one rank in a pass over some sequences.
-
-    Args:
-        count: their number.
-        tokens: mean tokens of one, over all context-parallel ranks.
-    """
+    """Micro-batches of one rank in a pass: their number, and their mean tokens over all
+    context-parallel ranks."""
 
     count: int
     tokens: float
@@ -152,27 +132,15 @@ class MicroBatches:
     def of(
         sequences: StepSequences, share: int, limits: MicroBatchLimits, multiple: int = 1
     ) -> MicroBatches:
-        """Cut a rank's sequences into micro-batches as a run does.
-
-        Args:
-            sequences: the sequences of the step.
-            share: how many of them the rank has.
-            limits: size limit of a micro-batch.
-            multiple: their number is a multiple of this.
-        """
+        """Cut a rank's ``share`` of the sequences as a run does, into a multiple of
+        ``multiple``."""
         lengths = sequences.sample(share)
         (plan,) = plan_microbatches(lengths, range(len(lengths)), 1, limits, multiple)
         return MicroBatches(len(plan), sum(lengths) / len(plan))
 
 
 class RolePasses:
-    """Seconds of a role's passes.
-
-    Args:
-        kernels: the GPU.
-        load: what the role computes.
-        sequences: the sequences of the step.
-    """
+    """Seconds of a role's passes."""
 
     def __init__(self, kernels: Kernels, load: RoleLoad, sequences: StepSequences) -> None:
         self.load, self._kernels, self._sequences = load, kernels, sequences
@@ -201,11 +169,8 @@ class RolePasses:
         return [self._backward(stage) for stage in self._stages]
 
     def measured(self, fills: bool) -> Cost:
-        """A forward-only pass over all sequences, on the slowest stage's rank.
-
-        Args:
-            fills: it fills the pipeline; else it follows another pass through it.
-        """
+        """A forward-only pass over all sequences, on the slowest stage's rank; it ``fills`` the
+        pipeline, or follows another pass through it."""
         slowest = max(self.forward, key=lambda cost: cost.seconds)
         first = sum(self.forward, Cost()) if fills else slowest
         return first + slowest * (self.measuring.count - 1)
@@ -304,7 +269,6 @@ class RolePasses:
         return cost
 
     def _exchange(self, nbytes: float) -> Cost:
-        """A gather or scatter of tensor parallelism."""
         tp = self.load.layout.tp
         seconds = collective_seconds(self._kernels, "all_gather", nbytes, Group(tp))
         return Cost(network=seconds, launches=tp > 1)

@@ -10,15 +10,9 @@ from mppo.planning.time.kernels import Collective, GpuSystem, Kernels
 class Scaled:
     """Kernels that reach the same share of the least possible time as on a measured GPU.
 
-    The least possible time of a kernel is the longer of its operations over the peak and its bytes
-    over the memory's bandwidth (Williams et al. 2009, roofline).
-
-    Args:
-        measured: the other GPU's kernels.
-        name: name of the GPU.
-        flops: its peak, operations per second.
-        memory: its memory bandwidth, bytes per second.
-        within: bandwidth of its links within a node, bytes per second.
+    The least possible time of a kernel is the longer of its operations over the peak (``flops``,
+    operations per second) and its bytes over the memory's bandwidth (Williams et al. 2009,
+    roofline). Bandwidths are in bytes per second.
     """
 
     def __init__(

@@ -45,15 +45,6 @@ _TOKENS = (4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A candidate that was planned.
-
-    Args:
-        choice: the choice.
-        recipe: the recipe with it.
-        prediction: its predicted time.
-        fit: its memory.
-    """
-
     choice: LayoutChoice
     recipe: Recipe
     prediction: Prediction
@@ -68,7 +59,6 @@ class SearchResult:
         best: the fastest candidates that fit, the fastest first; if none fits, the one that lacks
             the least memory; empty: none passes the recipe's rules.
         ahead: the fastest one that generates a step ahead, if it is faster than all of these.
-        compared: number of candidates whose time was compared.
         shared, own: seconds by formulas of the fastest one in which the critic has the actor's
             layout, and of the fastest one in which it has another; None: there is none.
     """
@@ -94,14 +84,6 @@ class Search:
     one after the other. With the fastest of these, each role in turn has other layouts, while the
     others keep theirs: the critic, the actor, and a reference or reward model with keys of its own.
     Other keys stay as they are.
-
-    Args:
-        recipe: a valid recipe.
-        world: number of ranks.
-        hf_configs: Hugging Face config object of each role's model, by role.
-        gpu: the type of the GPU.
-        sequences: the sequences of a step.
-        kernels: the times of the GPU.
     """
 
     def __init__(
@@ -226,7 +208,6 @@ class Search:
         return sorted(found, key=lambda one: one[0])[:_SERVERS]
 
     def _allowed(self, kind: LayoutChoice) -> bool:
-        """Whether the rules allow the servers."""
         trial = kind.applied(self._recipe, self._sparse, self._world)
         issues = check_recipe(trial, self._world - kind.apart, self._configs)
         return not any(issue.key.startswith(("rollout", "trainer.rollout")) for issue in issues)
@@ -284,7 +265,6 @@ class Search:
         return ((seconds, choice) for choice, seconds in found.items() if choice.own)
 
     def _given(self, place: LayoutChoice) -> list[LayoutChoice]:
-        """The recipe's own layouts of actor and critic, on its GPUs."""
         if place.apart:
             return []
         choice = place
@@ -306,13 +286,8 @@ class Search:
     def _varied(
         self, start: LayoutChoice, role: str, refined: int
     ) -> list[tuple[float, LayoutChoice]]:
-        """Seconds of training with every layout of a role, the fastest first.
-
-        Args:
-            start: what the other roles keep.
-            role: the role.
-            refined: number of layouts of which virtual stages and ETP are tried.
-        """
+        """Seconds of training with every layout of a role, the fastest first; of ``refined`` of
+        them also with virtual stages and ETP."""
         plain = self._trained(self._layouts(start, role), role)
         plain.sort(key=lambda one: one[0])
         fast = dict.fromkeys(one.changed(role, tokens=0, recomputes=False) for _, one in plain)
@@ -320,8 +295,7 @@ class Search:
         return sorted([*plain, *self._trained(finer, role)], key=lambda one: one[0])
 
     def _layouts(self, start: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
-        """All layouts of a role on the GPUs that the servers leave, without virtual stages and
-        ETP."""
+        """All layouts of a role on the servers' other GPUs, without virtual stages and ETP."""
         world, shape = self._world - start.apart, self._shapes[role]
         experts = (1, 2, 4, 8, 16, 32) if self._sparse[role] else (1,)
         for tp, pp, cp, ep in product(_SIZES, _SIZES, (1, 2), experts):
@@ -332,7 +306,6 @@ class Search:
             yield start.changed(role, tp=tp, pp=pp, vpp=1, cp=cp, ep=ep, etp=1)
 
     def _finer(self, choice: LayoutChoice, role: str) -> Iterator[LayoutChoice]:
-        """The layout with virtual stages, with experts divided by TP, and with both."""
         world, own = self._world - choice.apart, choice.of(role)
         each = self._shapes[role].num_layers // own.pp
         stages = [n for n in (1, 2, 4) if n == 1 or (own.pp > 1 and each % n == 0)]
@@ -383,13 +356,8 @@ class Search:
         return recipe_load(recipe, plans, None, self._configs, self._sequences)
 
     def _needed(self, choice: LayoutChoice, recipe: Recipe, world: int) -> float:
-        """Bytes that an update of a candidate needs at least: what does not compute is offloaded.
-
-        Args:
-            choice: the candidate.
-            recipe: the recipe with it.
-            world: its number of ranks.
-        """
+        """Bytes that an update of a candidate needs at least: what does not compute is
+        offloaded."""
         together = schedule_kind(recipe) != "sequential"
         keys: list[Hashable] = []
         for role in recipe.roles():
@@ -407,7 +375,6 @@ class Search:
         return max(sum(stage) for role in roles for stage in role)
 
     def _applied(self, choice: LayoutChoice) -> tuple[Recipe, int]:
-        """The recipe with a choice, and its number of ranks."""
         recipe = choice.applied(self._recipe, self._sparse, self._world)
         return recipe, self._world - choice.apart
 
@@ -438,8 +405,6 @@ def _updates_by_stage(plan: RolePlan) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """A candidate whose memory was planned."""
-
     choice: LayoutChoice
     recipe: Recipe
     plans: Sequence[RolePlan]
@@ -468,7 +433,6 @@ def describe_search(result: SearchResult) -> str:
 
 
 def _unshared(own: float, shared: float | None) -> str:
-    """What another layout of the critic than the actor's changes."""
     if shared is None:
         return "no layout that actor and critic could share passes the recipe's rules"
     return (

@@ -21,7 +21,6 @@ PASSES = {
     "critic": "values",
     "reward_model": "reward model",
 }
-"""What a role's pass before the update computes."""
 _SIMULATED = 3
 """Mini-batches of an update whose schedule is simulated; the others take as long."""
 
@@ -34,12 +33,8 @@ WAITS = ("network", "host", "idle pipeline", "agents", "disk")
 
 @dataclass(frozen=True)
 class RoleShare:
-    """A role's part of a phase.
-
-    Args:
-        operations: operations that count for its MFU, over all ranks.
-        busy: mean seconds of a rank in the role's passes.
-    """
+    """A role's part of a phase: operations over all ranks that count for its MFU, and mean seconds
+    of a rank in the role's passes."""
 
     operations: float
     busy: float
@@ -50,11 +45,7 @@ class Phase:
     """A phase of a step.
 
     Args:
-        name: what it does.
-        seconds: predicted seconds.
         spent: the same by what they are spent on, the mean of its GPUs.
-        gpus: GPUs that it runs on.
-        roles: the roles that compute.
         stages: ``spent`` of the GPUs of each pipeline stage; empty: all GPUs alike.
     """
 
@@ -67,12 +58,10 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """What takes the most of its time."""
         return max(self.spent, key=lambda kind: self.spent[kind])
 
     @property
     def operations(self) -> float:
-        """Operations of all its roles."""
         return sum(share.operations for share in self.roles.values())
 
     def seconds_of(self, role: str) -> float:
@@ -88,11 +77,8 @@ class Prediction:
     """The predicted time of a step.
 
     Args:
-        phases: its phases, in order.
         tokens: tokens of prompts and responses.
-        gpus: number of GPUs.
         peak: peak of a GPU, operations per second.
-        source: where the times of kernels come from.
         overlapped: generation runs beside training, on other GPUs.
     """
 
@@ -112,7 +98,6 @@ class Prediction:
 
     @property
     def throughput(self) -> float:
-        """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
 
     def utilization(self, phase: Phase) -> float | None:
@@ -122,7 +107,6 @@ class Prediction:
         return phase.operations / (phase.seconds * phase.gpus * self.peak)
 
     def role_utilization(self) -> dict[str, float]:
-        """The same of each role, over all its passes."""
         names = dict.fromkeys(name for phase in self.phases for name in phase.roles)
         found: dict[str, float] = {}
         for name in names:
@@ -152,10 +136,6 @@ class StepLoad:
     """What a step computes.
 
     Args:
-        sequences: its sequences.
-        roles: its roles, the actor first.
-        servers: the engines that generate.
-        schedule: the kind of schedule of an update.
         measured: roles that pass over all sequences before the update.
         gpus: number of all GPUs, those of generation included.
         copied: bytes that a rank copies from its host in a step.
@@ -178,10 +158,6 @@ def predict_step(load: StepLoad, kernels: Kernels) -> Prediction:
     """Predict the time of a step.
 
     Rewards of functions, checkpoints and validation are not in it.
-
-    Args:
-        load: what it computes.
-        kernels: the GPU.
     """
     phases = (predict_generation(load, kernels), *predict_training(load, kernels))
     return Prediction(
@@ -191,7 +167,6 @@ def predict_step(load: StepLoad, kernels: Kernels) -> Prediction:
 
 
 def predict_generation(load: StepLoad, kernels: Kernels) -> Phase:
-    """Predict the time of generation. For the arguments see ``predict_step``."""
     actor = load.roles[0]
     engine = EnginePasses(kernels, actor.shape, actor.active, load.servers)
     servers = load.servers
@@ -199,13 +174,8 @@ def predict_generation(load: StepLoad, kernels: Kernels) -> Phase:
 
 
 def predict_training(load: StepLoad, kernels: Kernels, simulated: bool = True) -> list[Phase]:
-    """Predict the time of the phases after generation.
-
-    Args:
-        load: what the step computes.
-        kernels: the GPU.
-        simulated: simulate the schedule of an update, which can take seconds; False: by a formula.
-    """
+    """Predict the time of the phases after generation. Simulating an update's schedule can take
+    seconds; without ``simulated`` a formula estimates it."""
     roles = {role.name: RolePasses(kernels, role, load.sequences) for role in load.roles}
     phases: list[Phase] = []
     stream = [name for name in load.measured if name != "reward_model"] if load.streamed else []
@@ -253,7 +223,6 @@ def _mean(spent: Sequence[Spent]) -> Spent:
 
 
 def _updates(load: StepLoad, roles: Sequence[RolePasses], simulated: bool) -> list[Phase]:
-    """The update of each trained role; one phase if they share a pipeline."""
     trained = [role for role in roles if role.load.mini_batches]
     shared = load.schedule != "sequential" and len({r.load.layout.pp for r in trained}) == 1
     together = [trained] if shared and len(trained) > 1 else [[role] for role in trained]
@@ -262,7 +231,6 @@ def _updates(load: StepLoad, roles: Sequence[RolePasses], simulated: bool) -> li
 
 
 def _update(roles: Sequence[RolePasses], kind: ScheduleKind, simulated: bool) -> Phase:
-    """The update of roles that share a pipeline."""
     stages = roles[0].load.layout.pp
     works = tuple(_work(role, stages) for role in roles)
     if simulated:
@@ -328,7 +296,6 @@ def _work(role: RolePasses, stages: int) -> RoleWork:
 
 
 def _busy(role: RolePasses, stage: int) -> list[Cost]:
-    """What a stage computes in an update."""
     times, passes = role.load.mini_batches, role.training.count * role.load.mini_batches
     forward, backward = role.training_forward[stage], role.training_backward[stage]
     return [forward * passes, backward * passes, role.optimizer(stage) * times]

@@ -14,7 +14,6 @@ from mppo.planning.time.links import EFFICIENCY
 from mppo.planning.time.step import Phase, StepLoad, predict_generation
 
 VALIDATION, CHECKPOINTS = "validation", "checkpoints"
-"""Names of the phases."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,7 @@ def upkeep_phases(
     upkeep: Upkeep,
     step: float,
 ) -> Iterator[Phase]:
-    """The share of a step of each that is counted.
-
-    Args:
-        recipe: the recipe.
-        plans: its roles (``plan_roles``).
-        load: what a step computes.
-        kernels: the GPU.
-        upkeep: what is counted.
-        step: seconds of the step without them.
-    """
+    """The share of each in a step that takes ``step`` seconds without them."""
     trainer, world = recipe.trainer, plans[0].layout.world
     if upkeep.prompts is not None:
         samples = recipe.rollout.val_kwargs.n

@@ -27,10 +27,8 @@ def _shown(recipe: Mapping[str, Any], key: str) -> str:
 
 
 def code_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """The kept code: of one run each file, of several the difference of each to the first run.
-
-    A row has ``title`` and ``lines``.
-    """
+    """The kept code, rows of ``title`` and ``lines``: of one run each file, of several the
+    difference of each to the first run."""
     first, *others = runs
     if not others:
         return [{"title": name, "lines": text.splitlines()} for name, text in first.code.items()]
@@ -53,7 +51,6 @@ def _key(name: str) -> str:
 
 
 def _of(run: RunData, key: str) -> tuple[str, list[str]]:
-    """Names and lines of the files under a key."""
     files = {name: text for name, text in run.code.items() if _key(name) == key}
     names = ", ".join(name.partition(": ")[2] for name in files) or "not kept"
     return names, [line for text in files.values() for line in text.splitlines()]

@@ -14,7 +14,6 @@ from mppo.report.warning_rules import WINDOW, WarningSpan
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 Answer = tuple[str, str, str]
-"""Question, answer, and how it looks: good, bad or unknown."""
 
 _FEW = 10
 """Fewer steps than this say nothing about learning."""
@@ -28,18 +27,14 @@ _UNSTABLE = frozenset(
 )  # fmt: skip
 """Warnings about stability."""
 _PHASES = 4
-"""Phases that the answer names."""
 
 
 def headline(rows: Rows, warnings: Sequence[WarningSpan], failed: bool) -> dict[str, Any]:
     """What the page shows of a run first, as plain values.
 
-    Args:
-        failed: whether the run's last start ended by an exception.
-
-    Returns:
-        ``answers`` (question, answer, look), ``figures`` (label, first, last, best) and ``phases``
-        (name, seconds, share, whether it is a part of the phase before).
+    ``answers`` (question, answer, look), ``figures`` (label, first, last, best) and ``phases``
+    (name, seconds, share, whether it is a part of the phase before). ``failed``: the run's last
+    start ended by an exception.
     """
     return {
         "answers": [
@@ -57,13 +52,8 @@ def headline(rows: Rows, warnings: Sequence[WarningSpan], failed: bool) -> dict[
 
 
 def trend(values: Sequence[float]) -> float:
-    """Slope of values over their number, in standard errors of the least-squares slope.
-
-    Infinite if they lie on a line that is not level, 0 if all are equal.
-
-    Args:
-        values: at least 3.
-    """
+    """Slope of at least 3 values over their number, in standard errors of the least-squares slope;
+    infinite if they lie on a line that is not level, 0 if all are equal."""
     count = len(values)
     middle, mean = (count - 1) / 2, math.fsum(values) / count
     width = sum((i - middle) ** 2 for i in range(count))

@@ -30,14 +30,8 @@ _POLICY = (
 
 
 def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str, Any]:
-    """What a page shows of some runs.
-
-    Args:
-        runs: metrics of the only folder, if they are in memory.
-
-    Raises:
-        ValueError: a line of a metrics.jsonl is not valid.
-    """
+    """What a page shows of some runs; ``runs`` are the metrics of the only folder, if they are in
+    memory. ValueError if a line of a metrics.jsonl is not valid."""
     found = [read_run_data(folder, runs) for folder in folders]
     return {
         "runs": [
@@ -52,17 +46,12 @@ def page_data(folders: Sequence[Path], runs: History | None = None) -> dict[str,
 
 
 def write_page(folder: Path, runs: History) -> None:
-    """Write the page of a run into its folder."""
     replace_text(folder / PAGE, page_text(page_data([folder], runs)))
 
 
 def page_text(data: Mapping[str, Any], live: bool = False) -> str:
-    """The page.
-
-    Args:
-        data: ``page_data``.
-        live: the page asks its server for newer data every few seconds.
-    """
+    """The page of ``page_data``; with ``live`` it asks its server for newer data every few
+    seconds."""
     # no "</script>" and no "<!--" inside the data
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = " and ".join(run["name"] for run in data["runs"])

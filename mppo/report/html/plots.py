@@ -21,11 +21,10 @@ class PlotSpec:
 
     Args:
         unit: what the vertical axis shows.
-        metrics: label and metric of each line; a metric is a regular expression, and its group, if
-            it has one, is the label.
+        metrics: label and metric of each line; a metric is a regular expression, and its group,
+            if it has one, is the label.
         kind: lines of all runs in one plot, these of a metric of each rank (its prefix), or a
             stacked area or a heat map per run.
-        hides_zeros: whether lines of zeros only are left out.
     """
 
     title: str
@@ -138,12 +137,10 @@ def _drawn(
 
 
 def trained_steps(run: RunData) -> list[int]:
-    """The steps of most metrics."""
     return [step for step, _ in run.rows if step > 0]
 
 
 def _lines(spec: PlotSpec, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Label and metric of each line of a run."""
     found = []
     for label, pattern in spec.metrics:
         for name in names:

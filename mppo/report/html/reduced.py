@@ -1,7 +1,5 @@
-"""Lines and heat maps of numbers that grow with ranks, layers and steps, made small.
-
-A line is its label, its steps and its values.
-"""
+"""Lines (label, steps and values) and heat maps of numbers that grow with ranks, layers and steps,
+made small."""
 
 from __future__ import annotations
 
@@ -24,13 +22,10 @@ COLUMNS = 500
 
 
 def rank_lines(rows: Rows, prefix: str) -> list[Line]:
-    """The lines of a metric of each rank.
+    """The lines of a metric of each rank, given without the rank, such as ``history.MEMORY``.
 
     Of more than ``EACH_RANK`` ranks these are the smallest, the median and the largest number of
     each step, and the ``WORST`` ranks: those that are the most above the median, over all steps.
-
-    Args:
-        prefix: the metric without the rank, such as ``history.MEMORY``.
     """
     ranks = {name for _, row in rows for name in row if name.startswith(prefix)}
     made_of_all = {f"{prefix}{part}" for part in history.OF_RANKS}
@@ -76,18 +71,13 @@ def _number(name: str, prefix: str) -> tuple[int, str]:
 
 
 def column_width(steps: Sequence[int]) -> int:
-    """Number of steps in a column of a heat map."""
     return max(math.ceil(len(steps) / COLUMNS), 1)
 
 
 def in_columns(
     steps: Sequence[int], values: Sequence[float | None], width: int
 ) -> tuple[list[int], list[float | None]]:
-    """The first step and the largest value of each column of a heat map.
-
-    Args:
-        values: a value for each; None: there is none.
-    """
+    """The first step and the largest value (None: there is none) of each column of a heat map."""
     columns = range(0, len(steps), width)
     parts = [[v for v in values[i : i + width] if v is not None] for i in columns]
     return [steps[i] for i in columns], [max(part, default=None) for part in parts]

@@ -31,13 +31,7 @@ Plain = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder as the page needs it.
-
-    Args:
-        recipe: dotted keys and values.
-        details: status, headline, warnings, events, samples, tokens and timelines, without secrets.
-        code: text of each kept file of code, by its key and name.
-    """
+    """A run folder as the page needs it."""
 
     name: str
     rows: Sequence[tuple[int, Mapping[str, float]]]
@@ -47,14 +41,9 @@ class RunData:
 
 
 def read_run_data(folder: Path, runs: History | None = None) -> RunData:
-    """Read a run folder; what is missing or damaged is left out.
-
-    Args:
-        runs: its metrics, if they are in memory.
-
-    Raises:
-        ValueError: a line of metrics.jsonl is not valid.
-    """
+    """Read a run folder; what is missing or damaged is left out, except that a line of
+    metrics.jsonl that is not valid raises ValueError. ``runs``: its metrics, if they are in
+    memory."""
     rows = runs.rows if runs is not None else []
     if runs is None and (folder / METRICS).is_file():
         rows = read_history(folder / METRICS)
@@ -127,7 +116,6 @@ def _event(event: RunEvent, kind: str) -> Plain:
 
 
 def _samples(path: Path, last: int) -> list[Plain]:
-    """The newest completions of samples.jsonl."""
     found: list[Plain] = []
     try:
         lines = read_text(path).split("\n")  # texts may hold other separators

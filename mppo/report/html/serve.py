@@ -61,17 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server on the loopback, not running yet.
-
-    Args:
-        port: 0: any free one.
-
-    Attributes:
-        url: of the page, with the key.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """A server on the loopback, not running yet; ``url`` is that of the page, with the key. Port 0
+    is any free one; one that is taken raises OSError."""
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         key = secrets.token_hex(16)

@@ -54,16 +54,9 @@ def newest_timelines(folder: Path, last: int) -> list[Plain]:
 
 @lru_cache(maxsize=2 * _NEWEST)  # a browser loads a served page every few seconds
 def _timeline(path: Path, modified: int, size: int) -> Plain:
-    """A recorded update.
-
-    Args:
-        modified: nanoseconds of its last change; this and the size make the cache read a new file.
-        size: its bytes.
-
-    Raises:
-        ValueError, LookupError, TypeError, OSError, ArithmeticError, RecursionError: the file is
-            not one that a run wrote.
-    """
+    """A recorded update. The nanoseconds of its last change and its size make the cache read a new
+    file. A file that no run wrote raises ValueError, LookupError, TypeError, OSError,
+    ArithmeticError or RecursionError."""
     from mppo.pipeline.timeline import idle_share, read_trace  # imports torch
 
     trace = json.loads(read_text(path))

@@ -21,15 +21,12 @@ Plain = dict[str, Any]
 
 
 def token_trees(folder: Path, last: int) -> list[Plain]:
-    """Sequences of some dumped steps: of the best and the worst episode, and of others between.
+    """Sequences of some dumped steps up to ``last``: of the best and the worst episode, and of
+    others between.
 
-    Args:
-        last: the last step that counts.
-
-    Returns:
-        A mapping for each sequence. ``parent`` is the earlier sequence of its episode (None: it is
-        the first) with which it has the most tokens in common at the beginning: ``shared``.
-        ``sequences`` is the number of the episode's sequences.
+    ``parent`` is the earlier sequence of its episode (None: it is the first) with which a sequence
+    has the most tokens in common at the beginning: ``shared``. ``sequences`` is the number of the
+    episode's sequences.
     """
     steps = {step: path for step, path in dumped_steps(folder).items() if step <= last}
     numbers, found = list(steps), []

@@ -29,15 +29,12 @@ that is away; ``retries`` tries a failed call again later."""
 
 
 class MLflow:
-    """A run of MLflow at ``MLFLOW_TRACKING_URI``, or in ``<run>/mlflow`` if that is not set.
+    """A run of MLflow at ``MLFLOW_TRACKING_URI``, or in ``<run>/mlflow`` if that is not set;
+    ConfigError if it cannot start.
 
-    The recipe is the artifact ``recipe.json``; each table of samples is a file in ``samples``,
-    each picture one in ``pictures``.
-    MLflow allows no ``@`` in names: ``pass@4`` becomes ``pass_at_4``. Names are paths to it: a part
-    that is empty or dots becomes ``_``.
-
-    Raises:
-        ConfigError: the run cannot start.
+    The recipe is the artifact ``recipe.json``; each table of samples is a file in ``samples``, each
+    picture one in ``pictures``. MLflow allows no ``@`` in names: ``pass@4`` becomes ``pass_at_4``.
+    Names are paths to it: a part that is empty or dots becomes ``_``.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -83,6 +80,5 @@ class MLflow:
 
 
 def _allowed(name: str) -> str:
-    """A metric's name in the characters that MLflow allows, as a path without empty parts."""
     parts = _NOT_ALLOWED.sub("_", name.replace("@", "_at_"))[:_LONGEST].split("/")
     return "/".join(part if part.strip(".") else "_" for part in parts)

@@ -22,11 +22,8 @@ class RetriedTracker:
     """Passes calls to a tracker, a ``Tracker`` itself, and goes on without it while it fails.
 
     After a failure the next calls are kept: one, then 2, 4 and so on up to ``LONGEST_PAUSE``, so
-    that a server that is away does not hold up each step. Then all are tried in order.
-
-    Args:
-        say: prints a line: at the first failure, when the tracker works again, and at the end how
-            many calls failed and were given up.
+    that a server that is away does not hold up each step. Then all are tried in order. ``say``
+    prints a line at the first failure, when the tracker works again, and at the end.
     """
 
     def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
@@ -38,15 +35,12 @@ class RetriedTracker:
         self.failures = self.given_up = 0
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """See ``Tracker.log``."""
         self._call(f"step {step}", partial(self._tracker.log, step, dict(metrics)))
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """See ``Tracker.samples``."""
         self._call(f"the samples of step {step}", partial(self._tracker.samples, step, list(rows)))
 
     def picture(self, step: int, path: Path) -> None:
-        """See ``Tracker.picture``."""
         self._call(f"the picture {path.name}", partial(self._tracker.picture, step, path))
 
     def close(self) -> None:
@@ -75,7 +69,6 @@ class RetriedTracker:
             self._send()
 
     def _send(self) -> None:
-        """Try the oldest call that waits."""
         what, call = self._waiting[0]
         try:
             call()

@@ -22,11 +22,8 @@ _TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def check_trackers(trainer: TrainerConfig) -> None:
-    """Check that the packages of the trackers in ``trainer.logger`` are installed.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Check that the packages of the trackers in ``trainer.logger`` are installed; else
+    ConfigError."""
     for name in _TRACKERS:
         if name in trainer.logger:
             import_tracker(name)
@@ -35,15 +32,8 @@ def check_trackers(trainer: TrainerConfig) -> None:
 def open_trackers(
     trainer: TrainerConfig, run: TrackedRun, say: Callable[[str], None]
 ) -> Sequence[Tracker]:
-    """Open the trackers in ``trainer.logger``. What fails in them afterwards ends no run.
-
-    Args:
-        trainer: ``logger`` is read.
-        say: prints a line about a tracker that fails.
-
-    Raises:
-        ConfigError: a tracker does not start.
-    """
+    """Open the trackers in ``trainer.logger``; ConfigError if one does not start. What fails in
+    them afterwards ends no run: ``say`` prints a line about it."""
     return [
         RetriedTracker(name, _started(name, make, run), say)
         for name, make in _TRACKERS.items()

@@ -21,13 +21,11 @@ _ID_CHARACTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 21
 
 
 class SwanLab:
-    """A SwanLab experiment; its API key comes from the environment, never from the recipe.
+    """A SwanLab experiment (ConfigError if it cannot start); its API key comes from the
+    environment, never from the recipe.
 
     With ``SWANLAB_MODE=offline`` it is kept under ``<run>/swanlab``. The package would also send
     the command line, the Git remote and everything printed, which may hold secrets; that is off.
-
-    Raises:
-        ConfigError: the run cannot start.
     """
 
     def __init__(self, run: TrackedRun) -> None:

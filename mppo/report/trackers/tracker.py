@@ -19,15 +19,12 @@ from mppo.safety.redact import redact_text
 IDS = "trackers.json"
 """File in the run folder with the run's identity in each tracker."""
 SAMPLES = "samples"
-"""Name of the table of samples."""
 
 
 class Tracker(Protocol):
     """A destination for metrics and samples besides the run folder."""
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
-        ...
+    def log(self, step: int, metrics: Metrics) -> None: ...
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log a table of responses, without secrets."""
@@ -37,19 +34,12 @@ class Tracker(Protocol):
         """Log an image file, under its name without the suffix."""
         ...
 
-    def close(self) -> None:
-        """Send what is left, and end."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers see it, without secrets.
-
-    Args:
-        recipe: the resolved recipe.
-        done: PPO steps that are done; above 0, the run is resumed.
-    """
+    """A run as trackers see it, without secrets; with ``done`` PPO steps above 0 it is resumed."""
 
     folder: Path
     project: str
@@ -62,7 +52,6 @@ class TrackedRun:
         return self._ids().get(tracker) if self.done else None
 
     def keep_id(self, tracker: str, identity: str) -> None:
-        """Keep the run's identity for a resume."""
         replace_text(self.folder / IDS, f"{json.dumps({**self._ids(), tracker: identity})}\n")
 
     def _ids(self) -> dict[str, str]:
@@ -75,14 +64,7 @@ class TrackedRun:
 
 
 def import_tracker(package: str) -> Any:
-    """Import the module of a tracker.
-
-    Args:
-        package: name in ``trainer.logger``.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Import the module of a tracker named in ``trainer.logger``; ConfigError if it is missing."""
     try:
         return importlib.import_module(EXTRAS[package])
     except ModuleNotFoundError as error:
@@ -92,12 +74,7 @@ def import_tracker(package: str) -> Any:
 
 
 def refused(package: str, error: Exception, offline: str | None = None) -> ConfigError:
-    """The error for a tracker that did not start.
-
-    Args:
-        package: name in ``trainer.logger``.
-        offline: how to use the tracker without its server, if there is a way.
-    """
+    """The error for a tracker that did not start; ``offline``: how to use it without its server."""
     why = redact_text(" ".join(str(error).split()))
     or_offline = f", set {offline}" if offline else ""
     fix = f"correct that{or_offline}, or remove {package} from {KEY}"
@@ -105,5 +82,4 @@ def refused(package: str, error: Exception, offline: str | None = None) -> Confi
 
 
 def sample_records(rows: Sequence[SampleRow]) -> list[dict[str, str]]:
-    """A table of samples as a list of rows by head."""
     return [dict(zip(SAMPLE_COLUMNS, row.cells(), strict=True)) for row in rows]

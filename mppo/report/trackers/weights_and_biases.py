@@ -17,14 +17,9 @@ from mppo.report.trackers.tracker import (
 
 
 class WandB:
-    """A Weights & Biases run; its API key comes from the environment, never from the recipe.
-
-    The package would also send the command line, the Git remote and everything printed, which may
-    hold secrets; that is turned off.
-
-    Raises:
-        ConfigError: the run cannot start.
-    """
+    """A Weights & Biases run (ConfigError if it cannot start); its API key comes from the
+    environment, never from the recipe. The package would also send the command line, the Git remote
+    and everything printed, which may hold secrets; that is turned off."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._wandb = wandb = import_tracker("wandb")

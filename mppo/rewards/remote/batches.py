@@ -22,15 +22,12 @@ class MppoFormat(OneItemPerResponse):
     """
 
     def items(self, responses: Sequence[Response]) -> list[list[Any]]:
-        """One item per response."""
         return [[_item(response)] for response in responses]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The items with their ids."""
         return {"items": [{"id": name, **item} for name, item in zip(ids, items)]}
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        """The scores by their ids."""
         scores = list_of(answer, "scores", len(ids))
         if len(ids) > 1 or "ids" in answer:
             scores = _in_order(scores, answer.get("ids"), ids)
@@ -45,7 +42,6 @@ class OpenRLHFFormat(OneItemPerResponse):
     """
 
     def items(self, responses: Sequence[Response]) -> list[list[Any]]:
-        """One item per response."""
         return [[(each.prompt.text, each.text, each.prompt.ground_truth)] for each in responses]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
@@ -57,7 +53,6 @@ class OpenRLHFFormat(OneItemPerResponse):
         }
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        """The rewards in the order of the request, with the further numbers of each."""
         rewards = list_of(answer, "rewards", len(ids))
         logs = answer.get("extra_logs")
         found = {

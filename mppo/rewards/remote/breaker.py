@@ -17,14 +17,10 @@ class Admission(Enum):
 
 
 class CircuitBreaker:
-    """Counts requests that failed in a row, and refuses further ones when they are too many.
+    """Counts requests that failed in a row, and refuses further ones after ``limit`` (None: never).
 
     After ``cool_down_s`` one request is admitted as a probe: if it succeeds, all are admitted
     again; if it fails, the time starts anew.
-
-    Args:
-        limit: failures in a row after which requests are refused; None: never.
-        cool_down_s: seconds until the next probe.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class CircuitBreaker:
             return Admission.PROBE
 
     def succeeded(self) -> None:
-        """Note that the server answered."""
         with self._lock:
             self._failures, self._probing = 0, False
 
@@ -58,7 +53,6 @@ class CircuitBreaker:
             self._probing, self._probe_at = False, self._clock() + self._cool_down_s
 
     def describe(self) -> str:
-        """Say why requests are refused."""
         with self._lock:
             return (
                 f"no request is sent, because the last {self._failures} failed "

@@ -20,14 +20,8 @@ from mppo.rewards.remote.wire import WireFormat
 
 
 def build_remote_reward(reward: RewardConfig) -> RemoteReward:
-    """Build the client of a recipe's reward server.
-
-    Args:
-        reward: a section with a server at ``url``.
-
-    Raises:
-        ConfigError: an invalid URL or option, no such environment variable, or no such tokenizer.
-    """
+    """Build the client of a recipe's reward server; ConfigError for an invalid URL or option, or if
+    there is no such environment variable or tokenizer."""
     options = read_remote_options(reward)
     server = RewardServer(str(reward.url), reward.timeout_s, options.api_key_env)
     return RemoteReward(server, _wire(reward.server_format, options), options)

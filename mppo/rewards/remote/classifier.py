@@ -24,17 +24,12 @@ _KEY = "reward.kwargs.apply_chat_template"
 
 class ClassifierFormat(OneItemPerResponse):
     """SGLang's endpoint for reward models: tokens in, the score of the last token out.
-
-    Args:
-        tokenizer: the model's own; its chat template renders prompt and response.
-        options: whether to use the chat template, and the longest text.
-    """
+    ``tokenizer`` is the model's own; its chat template renders prompt and response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ClassifierOptions) -> None:
         self._tokenizer, self._options = tokenizer, options
 
     def items(self, responses: Sequence[Response]) -> list[list[Any]]:
-        """The tokens of each text."""
         if not responses:
             return []
         limit = self._options.max_length
@@ -43,7 +38,6 @@ class ClassifierFormat(OneItemPerResponse):
         return [[one if limit is None else one[-limit:]] if one else [nothing] for one in ids]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The tokens with the ids that SGLang gives its requests."""
         return {"input_ids": list(items), "rid": list(ids)}
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
@@ -65,7 +59,6 @@ def scored_tokens(
     """Tokens of prompt and response for a reward model.
 
     Args:
-        responses: at least one.
         templated: render the conversation with the tokenizer's chat template; otherwise the
             prompt's text, the response and the end-of-sequence token.
         key: the key or option that asks for the chat template, for messages.
@@ -88,11 +81,8 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
 
 
 def load_classifier_format(options: ClassifierOptions) -> ClassifierFormat:
-    """Read the tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or lacks the chat template that the options need.
-    """
+    """Read the tokenizer; ConfigError if it is missing, or lacks the chat template that the options
+    need."""
     key = "reward.kwargs.tokenizer_path"
     try:
         tokenizer = load_tokenizer(resolve_model(options.tokenizer_path))

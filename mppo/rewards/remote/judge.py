@@ -23,18 +23,13 @@ _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
 class JudgeFormat(OneItemPerResponse):
-    """``/v1/chat/completions``: one message per request, whose answer contains the score.
-
-    Args:
-        options: model, template of the message, and pattern of the score.
-    """
+    """``/v1/chat/completions``: one message per request, whose answer contains the score."""
 
     def __init__(self, options: JudgeOptions) -> None:
         self._options = options
         self._pattern = regex.compile(options.pattern)
 
     def items(self, responses: Sequence[Response]) -> list[list[Any]]:
-        """The message about each response."""
         return [[self._fill(response)] for response in responses]
 
     def _fill(self, response: Response) -> str:
@@ -46,7 +41,6 @@ class JudgeFormat(OneItemPerResponse):
         return _PLACES.sub(lambda place: values[place[1]], self._options.template)
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The request for one message."""
         (text,) = items
         return {
             "model": self._options.model,
@@ -56,7 +50,6 @@ class JudgeFormat(OneItemPerResponse):
         }
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        """The score in the model's message."""
         choices = answer.get("choices") if isinstance(answer, dict) else None
         first = choices[0] if isinstance(choices, list) and choices else None
         message = first.get("message") if isinstance(first, dict) else None

@@ -26,9 +26,6 @@ class RemoteReward:
 
     Every response gets its own score or a ``FailedScore``: answers are matched with their
     requests, and responses whose score is missing or not a number are sent again.
-
-    Args:
-        options: batch size, concurrency, retries and circuit breaker.
     """
 
     def __init__(self, server: RewardServer, wire: WireFormat, options: RemoteOptions) -> None:
@@ -97,11 +94,8 @@ class RemoteReward:
     def _exchange_with_retries(
         self, items: Sequence[Any], tries: int, abandoned: threading.Event
     ) -> list[Any]:
-        """The results of a batch; requests are repeated until each result is a score.
-
-        Raises:
-            ServerFailure: there was no usable answer to any request.
-        """
+        """The results of a batch, whose requests are repeated until each is a score; ServerFailure
+        if no request had a usable answer."""
         results: dict[int, Any] = {}
         pending, failure = list(range(len(items))), None
         for attempt in range(tries):
@@ -133,7 +127,6 @@ class RemoteReward:
             raise ServerFailure(self._server.quote(str(error))) from None
 
     def _after(self, tries: int, error: ServerFailure) -> ServerFailure:
-        """The failure with the server's name and the number of attempts."""
         times = "" if tries == 1 else f" {tries} times, last"
         message = f"the reward server {self._server.shown_url} failed{times}: {error}"
         return ServerFailure(message, error.retry, error.of_items)

@@ -19,9 +19,6 @@ class SandboxFusionFormat:
     A test passes if the program ends with exit code 0 and writes the expected output, apart from
     line breaks at the end (as in verl's ``sandbox_fusion``); or, for tests that are statements, if
     program and statement end with exit code 0.
-
-    Args:
-        options: language, limits, and whether the score is the share of passed tests.
     """
 
     def __init__(self, options: SandboxFusionOptions) -> None:
@@ -42,7 +39,6 @@ class SandboxFusionFormat:
         return [(program, str(test["input"]), str(test["output"])) for test in tests]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The request for one test."""
         ((program, stdin, _),) = items
         options = self._options
         limit = options.memory_limit_mb
@@ -58,7 +54,6 @@ class SandboxFusionFormat:
         }
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        """Whether the program passed the test."""
         status = answer.get("status") if isinstance(answer, dict) else None
         if status == "Failed":
             return [0.0]
@@ -77,6 +72,5 @@ class SandboxFusionFormat:
         return [float(right and code in (0, None))]
 
     def combine(self, results: Sequence[Any]) -> Any:
-        """The score of a response by its tests."""
         share = sum(results) / len(results)
         return share if self._options.partial_credit else float(share == 1.0)

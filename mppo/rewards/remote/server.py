@@ -25,10 +25,9 @@ _TEMPORARY = frozenset({408, 425, 429})
 
 
 class ServerFailure(Exception):
-    """A request without a usable answer.
+    """A request without a usable answer; its message holds no secrets.
 
     Args:
-        message: what went wrong, without secrets.
         retry: the same request may succeed later.
         of_items: the server refuses this request's content; others may succeed.
     """
@@ -85,11 +84,7 @@ class RewardServer:
         return f"{parts.scheme}://{host}{parts.path}"
 
     def post(self, content: Any) -> Any:
-        """Send JSON and return the parsed answer.
-
-        Raises:
-            ServerFailure: there is no usable answer.
-        """
+        """Send JSON and return the parsed answer; ServerFailure if there is no usable one."""
         body = json.dumps(content, default=str).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         if self.api_key_env:

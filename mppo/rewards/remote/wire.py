@@ -20,22 +20,15 @@ class WireFormat(Protocol):
         ...
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
-        """The JSON content of a request.
-
-        Args:
-            ids: new identifier of each item, unique over all requests.
-        """
+        """The JSON content of a request; ``ids`` are new for each item, unique over all
+        requests."""
         ...
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
         """The result of each item of a request.
 
-        Args:
-            items, ids: as they were given to ``body``.
-
-        Returns:
-            Values that ``mppo.rewards.result`` reads, or a ``FailedScore`` that no retry can cure.
-            A value that is not a score is asked for again.
+        Values that ``mppo.rewards.result`` reads, or a ``FailedScore`` that no retry can cure. A
+        value that is not a score is asked for again.
 
         Raises:
             InputError: the answer is not one to these items; the request is sent again.
@@ -51,20 +44,13 @@ class OneItemPerResponse:
     """The part of a format whose items are responses."""
 
     def combine(self, results: Sequence[Any]) -> Any:
-        """The only result."""
         (result,) = results
         return result
 
 
 def list_of(answer: Any, name: str, count: int) -> list[Any]:
-    """Take a list out of an answer.
-
-    Args:
-        name: key of the list.
-
-    Raises:
-        InputError: there is no such list, or it has another length.
-    """
+    """Take the list under a key out of an answer; InputError if it is missing or not of this
+    length."""
     found = answer.get(name) if isinstance(answer, dict) else None
     if not isinstance(found, list) or len(found) != count:
         sent = f"a list of {len(found)}" if isinstance(found, list) else "no such list"

@@ -16,9 +16,6 @@ class RewardModelScale:
     Sources: given numbers; the model's config, where training wrote the moments of its data
     (OpenRLHF ``normalize_reward``); or the responses of the initial policy (Ziegler et al. 2019,
     arXiv 1909.08593, section 2.2), measured once and then kept, in checkpoints too.
-
-    Args:
-        config: the recipe's mode, and the numbers of the mode ``given``.
     """
 
     def __init__(self, config: RewardModelNormalization, hf_config: Any) -> None:
@@ -33,14 +30,9 @@ class RewardModelScale:
         self._measures = config.mode == "measured"
 
     def __call__(self, scores_B: Tensor) -> Tensor:
-        """Scale scores; the first call of the mode ``measured`` measures them.
-
-        Args:
-            scores_B: float32 ``[B]``; the mode ``measured`` leaves numbers that are not finite out.
-
-        Raises:
-            InputError: fewer than two different scores are there to measure.
-        """
+        """Scale scores, float32 ``[B]``. The first call of the mode ``measured`` measures them,
+        except for numbers that are not finite; InputError if there are fewer than two different
+        ones."""
         if self.mean is None:
             finite_B = scores_B[scores_B.isfinite()].double()
             std = finite_B.std().item() if len(finite_B) > 1 else 0.0
@@ -54,7 +46,6 @@ class RewardModelScale:
         return ((scores_B.double() - self.mean) / self.std).float()
 
     def state_dict(self) -> dict[str, float] | None:
-        """The measured moments; None if there are none."""
         if self.mean is None or not self._measures:
             return None
         return {"mean": self.mean, "std": self.std}

@@ -25,16 +25,14 @@ from mppo.rewards.scores import ModelScore
 from mppo.supervision.phase import phase
 
 SCORING = "computing scores with reward_model"
-"""The phase of the reward model's pass."""
 
 
 @dataclass(frozen=True)
 class RewardModelScorer:
     """Scores responses in a forward pass of the reward model.
 
-    Args:
-        clip: normalised scores are clipped to [-clip, clip]; None: not clipped.
-        placed: makes a context in which the parameters are on the device.
+    Normalised scores are clipped to [-clip, clip]; in the context of ``placed`` the parameters are
+    on the device.
     """
 
     role: Role
@@ -44,12 +42,8 @@ class RewardModelScorer:
     placed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, episodes: Sequence[Episode]) -> list[ModelScore]:
-        """Score responses. Collective.
-
-        Raises:
-            ScoringError: on every rank: the responses have no tokens of the reward model, or its
-                scores no deviation.
-        """
+        """Score responses. Collective; ScoringError on every rank if the responses have no tokens
+        of the reward model, or its scores no deviation."""
         with phase(SCORING):
             held, lengths = self.texts.tokens(episodes)
             homes = [each.home for each in episodes]
@@ -72,10 +66,8 @@ def with_reward_model(
     scale: RewardModelScale | None,
     placed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Scorer:
-    """The scorer with the recipe's reward model; unchanged if the recipe has none.
-
-    The other arguments are those of ``RewardModelScorer``; None without a reward model.
-    """
+    """The scorer with the recipe's reward model, if it has one; for the other arguments see
+    ``RewardModelScorer``."""
     if texts is None or role is None or scale is None:
         return scorer
     section = recipe.reward_model
@@ -84,15 +76,8 @@ def with_reward_model(
 
 
 def model_scores(role: Role, batch: Sequences) -> Tensor:
-    """The score of each text: the output of the score head for its last token. Collective.
-
-    Args:
-        role: a frozen role with a value head.
-        batch: of ``scoring_batch``.
-
-    Returns:
-        float32 ``[B]`` on the CPU of every rank.
-    """
+    """The score of each text of a ``scoring_batch``, float32 ``[B]`` on the CPU of every rank: the
+    output of the score head for its last token. Collective."""
     plan = role.plan(batch, training=False)
     share, inputs = role.fetch(batch, plan)
     outputs = forward(role, share, plan, inputs)
@@ -117,8 +102,7 @@ def scoring_batch(
 
     Args:
         held: tokens of the texts on this rank, int64, by index, ascending.
-        lengths: tokens of each text, on all ranks.
-        homes: rank that holds each text; -1: every rank.
+        lengths, homes: of each text on all ranks: its tokens, and its rank (-1: every rank).
     """
     nothing = torch.empty(0, dtype=torch.int64)
     tokens_T = torch.cat([nothing, *(part for ids in held.values() for part in (ids, ids[-1:]))])

@@ -29,15 +29,12 @@ class RewardModelTexts:
     """Prompt and response as tokens of the reward model; of an agent's episode its last sequence.
 
     With the same tokenizer and chat template as the actor's, they are the tokens that the actor
-    read and wrote. Otherwise the response is decoded, and prompt and response are rendered and
-    tokenised again; the score then belongs to the last token of the rendered text.
+    read and wrote (``same_tokens``). Otherwise the response is decoded, and prompt and response are
+    rendered and tokenised again; the score then belongs to the last token of the rendered text.
 
     Args:
-        actors: the actor's tokenizer.
-        own: the reward model's tokenizer.
-        same_tokens: use the actor's tokens.
-        chat_template: render the messages with the reward model's chat template; false: continue
-            the actor's prompt with the response.
+        chat_template: render the messages with the reward model's chat template; false:
+            continue the actor's prompt with the response.
         special_tokens: tokenise texts with the special tokens that ``own`` adds.
         max_length: most tokens; of a longer text only the last ones are kept. None: no limit.
     """
@@ -52,11 +49,8 @@ class RewardModelTexts:
     def tokens(self, episodes: Sequence[Episode]) -> tuple[dict[int, Tensor], list[int]]:
         """Tokens of prompt and response.
 
-        Collective: each rank renders and tokenises the responses that it holds.
-
-        Returns:
-            int64 tokens of the responses held, by number, ascending; and the number of tokens of
-            every response.
+        Collective: each rank renders and tokenises the responses that it holds; it gets their
+        tokens, int64, by number, ascending, and the number of tokens of every response.
 
         Raises:
             ScoringError: on every rank: the chat template failed, or rendered an empty text.
@@ -120,14 +114,8 @@ class RewardModelTexts:
 def reward_model_texts(
     recipe: Recipe, actors: PreTrainedTokenizerBase, hf_config: Any
 ) -> RewardModelTexts | None:
-    """Read the reward model's tokenizer, and choose how its tokens are made.
-
-    Returns:
-        None if the recipe has no reward model.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or the chat template that the recipe needs.
-    """
+    """Read the reward model's tokenizer, and choose how its tokens are made; None without a reward
+    model. ConfigError if the tokenizer is missing, or the chat template that the recipe needs."""
     section, data = recipe.reward_model, recipe.data
     if section.path is None or not section.in_use:
         return None
@@ -157,7 +145,6 @@ def reward_model_texts(
 
 
 def _messages(episode: Episode, response: str) -> tuple[Mapping[str, Any], ...]:
-    """The messages of an agent's conversation, or of prompt and response."""
     said = () if episode.result is None else episode.result.messages
     return said or conversation(episode.prompt, response)
 

@@ -95,22 +95,16 @@ def die_first() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent's thread ends.
-
-    Args:
-        parent: the parent's pid, or 0 if the parent is in another namespace.
-    """
+    """Have the kernel kill this process when its parent's thread ends. ``parent``: its pid, or 0 if
+    the parent is in another namespace."""
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the call
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities and all ways to gain privileges, and allow only harmless system calls.
-
-    Raises:
-        OSError: the kernel refused, or the table has no system calls for this processor.
-    """
+    """Drop all capabilities and all ways to gain privileges, and allow only harmless system calls;
+    OSError if the kernel refused, or the table has no system calls for this processor."""
     filter_ = filter_program(platform.machine())
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     call("capset", header, (ctypes.c_uint32 * 6)())
@@ -122,17 +116,8 @@ def drop_privileges() -> None:
 
 
 def filter_program(machine: str) -> bytes:
-    """Build the seccomp filter that allows the calls of ``SYSTEM_CALLS``.
-
-    Args:
-        machine: a result of ``platform.machine``.
-
-    Returns:
-        The program in classic BPF, 8 bytes per instruction.
-
-    Raises:
-        OSError: the table has no system calls for the machine.
-    """
+    """The seccomp filter that allows the calls of ``SYSTEM_CALLS``, in classic BPF, 8 bytes per
+    instruction; OSError if the table has none for the machine."""
     if machine not in ARCHITECTURES:
         raise OSError(ENOSYS, f"the system calls of {machine} are not known to the filter")
     column, architecture = ARCHITECTURES[machine]

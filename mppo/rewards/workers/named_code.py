@@ -19,11 +19,7 @@ KEY = "reward.function"
 def checked_form(
     name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> FunctionForm:
-    """The form of a reward function.
-
-    Raises:
-        ConfigError: the function does not accept the arguments.
-    """
+    """The form of a reward function; ConfigError if it does not accept the arguments."""
     try:
         return form_of(function, kwargs)
     except TypeError as error:
@@ -34,11 +30,9 @@ def checked_form(
 
 
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
-    """Import what the user names.
+    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``.
 
     Args:
-        key: of the recipe.
-        name: ``module:name`` or ``path.py:name``.
         noun: what is named, such as "function".
         fix: what to do if the module lacks it.
 

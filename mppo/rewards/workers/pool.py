@@ -42,8 +42,7 @@ class Result:
     Args:
         outcome: one of the outcomes of ``mppo.rewards.workers.server``.
         score: the item's score; 0 if there is none.
-        text: further numbers and token rewards as JSON, why there is no score, an exception, or
-            how the process ended, depending on ``outcome``.
+        text: further numbers and token rewards as JSON, or why there is no score.
     """
 
     outcome: str
@@ -61,11 +60,8 @@ class WorkerPool:
     """Worker processes for one task, started at first use. Threads use the pool one at a time.
 
     Args:
-        task: the function that the workers call.
-        workers: most workers at a time.
         timeout_s: time limit for one call in seconds. If n of the last calls exceeded it, the limit
             is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
-        section: the recipe's section that describes the task, for messages.
     """
 
     def __init__(
@@ -78,14 +74,8 @@ class WorkerPool:
         self._replies: BinaryIO | None = None
 
     def run(self, items: Sequence[Any], per_call: int = 1) -> list[Result]:
-        """Run the task on each item.
-
-        Args:
-            per_call: most items that the function gets at once.
-
-        Raises:
-            RuntimeError: the workers cannot start on this machine, or something killed the server.
-        """
+        """Run the task on each item, at most ``per_call`` of them at once; RuntimeError if the
+        workers cannot start on this machine, or something killed the server."""
         with self._lock:
             try:
                 return self._run(items, per_call)

@@ -78,11 +78,7 @@ class Worker:
 
 
 class WorkerServer:
-    """Workers for one task.
-
-    Args:
-        replies: descriptor to which the results go.
-    """
+    """Workers for one task, whose results go to the descriptor ``replies``."""
 
     def __init__(self, task: ScoringTask, workers: int, replies: int) -> None:
         self._task, self._max_workers, self._replies = task, workers, replies
@@ -104,7 +100,6 @@ class WorkerServer:
                 return
 
     def stop(self) -> None:
-        """Kill every worker."""
         for one in list(self._workers):
             self._end(one)
 
@@ -203,7 +198,6 @@ class WorkerServer:
             content = content[os.write(self._replies, content) :]
 
     def _end(self, one: Worker) -> None:
-        """Kill a worker and the processes it has started."""
         self._workers.remove(one)
         for kill in (os.killpg, os.kill):  # it may not have its own group yet, or may have ended
             with suppress(ProcessLookupError):
@@ -238,11 +232,7 @@ def read_item() -> bytes | None:
 
 
 def main(workers: int, replies: int) -> None:
-    """Serve the trainer until it ends.
-
-    Args:
-        replies: descriptor to which the results go.
-    """
+    """Serve the trainer until it ends."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     task = read_item()
     if task is None:

@@ -27,13 +27,8 @@ Item = tuple[str, str, str, dict[str, Any], list[int]]
 
 @dataclass(frozen=True)
 class FunctionForm:
-    """How a function is called.
-
-    Args:
-        batched: with lists of several responses.
-        is_async: it is a coroutine function; the calls for several responses run concurrently.
-        takes_ids: it has the parameter ``IDS``.
-    """
+    """How a function is called: with lists of several responses (``batched``); as a coroutine
+    function, with concurrent calls for several responses; with the parameter ``IDS``."""
 
     batched: bool = False
     is_async: bool = False
@@ -49,11 +44,8 @@ ONE_RESPONSE = FunctionForm()
 
 
 def form_of(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> FunctionForm:
-    """Find the form of a function by its signature.
-
-    Raises:
-        TypeError: the signature accepts neither ``ONE`` nor ``MANY`` together with ``kwargs``.
-    """
+    """Find the form of a function by its signature; TypeError if it accepts neither ``ONE`` nor
+    ``MANY`` together with ``kwargs``."""
     signature = inspect.signature(function)
     called = (function, getattr(function, "__call__", None))  # noqa: B004  # an object's own
     is_async = any(map(inspect.iscoroutinefunction, called))
@@ -70,11 +62,8 @@ def form_of(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Function
 
 
 def import_function(name: str) -> Any:
-    """Import ``module:function`` or ``path.py:function``; None if the module lacks the name.
-
-    Raises:
-        Exception: any exception of the module's own code.
-    """
+    """Import ``module:function`` or ``path.py:function``; None if the module lacks the name. Raises
+    any exception of the module's own code."""
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         module = import_file(where, f"mppo_reward_{Path(where).stem}")
@@ -86,19 +75,14 @@ def import_function(name: str) -> Any:
 def load_in_worker(
     name: str, kwargs: Mapping[str, Any], form: FunctionForm, timeout_s: float
 ) -> Callable[[Sequence[Item]], Sequence[Any]]:
-    """Return the function as one of several items.
-
-    Args:
-        timeout_s: seconds after which a call of a coroutine function is cancelled.
-    """
+    """Return the function as one of several items; a call of a coroutine function is cancelled
+    after ``timeout_s`` seconds."""
     return calls_of(import_function(name), kwargs, form, timeout_s)
 
 
 def calls_of(
     function: Callable[..., Any], kwargs: Mapping[str, Any], form: FunctionForm, timeout_s: float
 ) -> Callable[[Sequence[Item]], Sequence[Any]]:
-    """A function as one of several items; arguments as of ``load_in_worker``."""
-
     def call(items: Sequence[Item]) -> Any:
         columns: Sequence[Any] = [list(column) for column in zip(*items)]
         if not form.batched:
@@ -136,11 +120,7 @@ async def call_concurrently(
 
 
 def _results(found: Any, items: Sequence[Item]) -> Sequence[Any]:
-    """The results of a batched call, one for each item.
-
-    Raises:
-        NoScore: the function returned something else.
-    """
+    """The results of a batched call, one for each item; NoScore if it returned something else."""
     try:
         if isinstance(found, str | Mapping):
             raise TypeError

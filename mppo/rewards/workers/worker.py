@@ -44,11 +44,7 @@ item's alone."""
 
 @dataclass(frozen=True)
 class EncodedResult:
-    """A result that is not a score, in the form in which its reader gets it.
-
-    Args:
-        text: at most ``TEXT_BYTES``.
-    """
+    """A result that is not a score, as its reader gets it: at most ``TEXT_BYTES``."""
 
     text: str
 
@@ -64,7 +60,6 @@ class ScoringTask:
     Args:
         loader: ``module:function``; called with ``arguments``, it returns the function that scores
             the items of a call.
-        arguments: arguments of ``loader``.
         confined: whether the function may execute text of the model. A confined worker can only
             read files and compute. Its function is loaded once, in the server, before the fork.
         memory_mb: limit of a worker's address space in MiB; None sets no limit.
@@ -86,13 +81,9 @@ class ScoringTask:
 def work(
     task: ScoringTask, function: Function | None, parent: int, requests: int, records: int
 ) -> None:
-    """Score items until ``requests`` ends; never returns.
-
-    Args:
-        function: the function of a confined task, which the server has loaded; else None.
-        parent: pid of the process that forked this one.
-        requests, records: descriptors to read from and to write to.
-    """
+    """Score items until ``requests`` ends, for the parent process (its pid); never returns. The
+    server has loaded ``function`` for a confined task; ``requests`` and ``records`` are descriptors
+    to read from and to write to."""
     try:
         _prepare(task, parent, requests, records)
         function = function or task.load()

@@ -31,7 +31,6 @@ class DecodedRows:
     """Generated rows.
 
     Args:
-        tokens: int32 ``[R, T]``, each row valid up to its length.
         logprobs: float32 ``[R, T]``.
         length_R: int64 ``[R]``.
         stopped_R: bool ``[R]``, the row ended with a stop token.
@@ -76,12 +75,8 @@ class _Rows:
         return token_R
 
     def finish(self, token_R: Tensor, step: int, stop_tokens: Tensor) -> Tensor | None:
-        """Record which rows drew a stop token, or reached their limit.
-
-        Returns:
-            Indices of the rows to keep, possibly none, if enough rows have finished that removing
-            them pays; else None.
-        """
+        """Record which rows drew a stop token, or reached their limit; return the indices of the
+        rows to keep if enough rows have finished that removing them pays, else None."""
         stops_R = (token_R[:, None] == stop_tokens).any(-1) & ~self._done_R
         ends_R = stops_R | ((self._limit_R[self._row_R] == step + 1) & ~self._done_R)
         if not bool(ends_R.any()):
@@ -108,11 +103,8 @@ class _Rows:
 def _prefill(
     model: PreTrainedModel, prompts: Sequence[Tensor], cache: DynamicCache, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Fill the cache with the prompts.
-
-    Returns:
-        The last logits ``[P, V]``, and int64 ``[P, C]``: 1 in columns that hold a token.
-    """
+    """Fill the cache with the prompts: last logits ``[P, V]``, and int64 ``[P, C]``, 1 in columns
+    that hold a token."""
     shape = len(prompts), max(len(prompt) for prompt in prompts)
     ids, seen = torch.zeros(2, *shape, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
@@ -145,18 +137,15 @@ def decode(
     limit_R: Tensor,
     stop_tokens: Tensor,
 ) -> DecodedRows:
-    """Generate one response per row.
+    """Generate one response per row, on the model's device, in row order.
 
     Args:
         model: causal LM in eval mode.
         prompts: P one-dimensional tensors of token ids, shortest first, none empty.
         parent_R: index of each row's prompt; every prompt is prefilled once.
-        key_R: int64 ``[R]`` on the model's device, key of each row's random stream.
-        limit_R: int64 ``[R]`` on the model's device, most generated tokens of each row.
-        stop_tokens: int64 ``[S]`` on the model's device.
-
-    Returns:
-        DecodedRows in row order, on the model's device.
+        key_R: int64 ``[R]``, key of each row's random stream.
+        limit_R: int64 ``[R]``, most generated tokens of each row.
+        stop_tokens: int64 ``[S]``.
     """
     max_tokens = int(limit_R.max())
     cache = DynamicCache(config=model.config)

@@ -1,8 +1,5 @@
-"""The local rollout engine: a transformers model on every rank.
-
-Each rank holds the full model and generates for a part of the prompts. This is the default engine;
-other engines are compared with it.
-"""
+"""The local rollout engine: a transformers model on every rank, which generates for a part of the
+prompts. It is the default engine; other engines are compared with it."""
 
 from __future__ import annotations
 
@@ -50,11 +47,9 @@ class LocalGeneration:
     left_over: EpisodesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
-        """See ``rollout.engine.Generation.wait``."""
         self.left_over = left_over(self.request, dict(enumerate(self.responses)))
 
     def collect(self) -> list[Episode]:
-        """See ``rollout.engine.Generation.collect``."""
         needed = self.request.num_prompts_needed
         if needed is None:
             self.left_over = {}
@@ -78,10 +73,8 @@ def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: float32 instead of bfloat16 on CPUs without bfloat16 units.
-
-    Float32 is many times faster there. Weights are rounded to ``dtype`` either way.
-    """
+    """The dtype to compute in: float32 instead of bfloat16 on CPUs without bfloat16 units, where it
+    is many times faster. Weights are rounded to ``dtype`` either way."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     return torch.float32 if slow else dtype
 
@@ -94,7 +87,6 @@ class _Row:
     sample: int
 
     def place(self, n: int) -> int:
-        """Index in the result of a request of n samples per prompt."""
         return self.index * n + self.sample
 
 
@@ -102,16 +94,8 @@ class LocalEngine:
     """A transformers model on every rank; implements ``RolloutEngine``.
 
     The model is built without weights from its configuration; the first ``update_weights`` fills
-    it. No weights are read from disk.
-
-    Args:
-        hf_folder: model folder; only generation_config.json is read from it.
-        dtype: dtype to which weights are rounded.
-        rank, world: this rank and the number of ranks among which prompts are divided.
-        batch_size: most rows generated at once on a rank.
-
-    Attributes:
-        stop_tokens: tokens that end a response of every request.
+    it. Only generation_config.json is read from ``hf_folder``. Weights are rounded to ``dtype``;
+    ``batch_size`` is the most rows generated at once on a rank.
     """
 
     def __init__(
@@ -138,15 +122,12 @@ class LocalEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the model's vocabulary."""
         return self._model.config.vocab_size
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``."""
         return self.submit(request).collect()
 
     def _answers(self, request: GenerationRequest) -> list[Episode]:
-        """Responses to all prompts of a request: this engine cannot abort any."""
         prompts, n = request.prompts, request.sampling.n
         version = self._loaded_version()
         if not all(len(prompt.token_ids) for prompt in prompts):
@@ -192,7 +173,6 @@ class LocalEngine:
         return LocalGeneration(request, found, seconds, self._world)
 
     def turns(self) -> LocalTurns:
-        """See ``RolloutEngine.turns``."""
         version = self._loaded_version()
         stops = torch.tensor(self.stop_tokens, dtype=torch.int64, device=self._device)
         return LocalTurns(self._model, version, stops, self._world, self._batch_size)
@@ -224,11 +204,8 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
-        """See ``RolloutEngine.update_weights``.
-
-        Raises:
-            InputError: the stream does not fit the model; the engine has no weights afterwards.
-        """
+        """See ``RolloutEngine.update_weights``. InputError if the stream does not fit the model;
+        the engine has no weights afterwards."""
         self._version = None
         self._move(self._device)
         self._sink.fill(buckets)
@@ -236,7 +213,6 @@ class LocalEngine:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
         self._loaded_version()
         lengths = [len(s) for s in sequences]
         dealt = [
@@ -294,7 +270,6 @@ class LocalEngine:
 def _episodes(
     rows: Sequence[_Row], decoded: DecodedRows, request: GenerationRequest, version: int
 ) -> dict[int, Episode]:
-    """Episodes of generated rows by index in the result."""
     places = [row.place(request.sampling.n) for row in rows]
     column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
     valid = column_T < decoded.length_R[:, None]

@@ -16,12 +16,8 @@ from mppo.rollout.turns import Turn, TurnRequest, deal_prompts
 
 
 class LocalTurns:
-    """See ``TurnEngine``.
-
-    Args:
-        stops: tokens that end a turn, int64.
-        batch_size: most texts of one batch.
-    """
+    """A ``TurnEngine`` that continues up to ``batch_size`` texts in one batch; ``stops``: tokens
+    that end a turn, int64."""
 
     calls = 1
 
@@ -32,13 +28,11 @@ class LocalTurns:
         self._world, self.at_once = world, batch_size
 
     def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
-        """See ``TurnEngine``."""
         return deal_prompts(prompts, n, range(self._world))
 
     def generate(
         self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
     ) -> list[Turn]:
-        """See ``TurnEngine``."""
         device = self._stops.device
         uids, samples = torch.tensor([each.stream for each in requests], device=device).unbind(1)
         extra = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)

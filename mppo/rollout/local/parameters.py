@@ -42,15 +42,8 @@ def _expert_views(name: str, tensor: Tensor, model_type: str) -> dict[str, Tenso
 
 
 def checkpoint_views(model: PreTrainedModel) -> tuple[dict[str, Tensor], set[str]]:
-    """A view of the model's memory for each checkpoint tensor.
-
-    Args:
-        model: a transformers model with tied embeddings if its configuration ties them.
-
-    Returns:
-        Views by checkpoint name, and the names that a stream may omit because they share memory
-        with another name (a tied ``lm_head.weight``).
-    """
+    """A view of the model's memory for each checkpoint tensor, and the names that a stream may omit
+    because they share memory with another name (a tied ``lm_head.weight``)."""
     model_type = model.config.model_type
     views: dict[str, Tensor] = {}
     aliases: set[str] = set()
@@ -70,11 +63,8 @@ def checkpoint_views(model: PreTrainedModel) -> tuple[dict[str, Tensor], set[str
 
 
 class ParameterSink:
-    """Copies a stream of checkpoint tensors into a model.
-
-    Args:
-        dtype: dtype to which weights are rounded (the model's own dtype may be wider).
-    """
+    """Copies a stream of checkpoint tensors into a model, rounded to ``dtype`` (the model's own may
+    be wider)."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._views, self._aliases = checkpoint_views(model)
@@ -82,12 +72,9 @@ class ParameterSink:
         self._kept_wide = frozenset(n for n in self._views if n.endswith(WIDE_BUFFER))
 
     def fill(self, buckets: Iterable[NamedTensors]) -> None:
-        """Copy all tensors of a stream.
-
-        Raises:
-            InputError: a name is unknown, a shape is wrong, or tensors are missing. Raised after
-                the stream is drained, because producing it is collective.
-        """
+        """Copy all tensors of a stream. InputError if a name is unknown, a shape is wrong, or
+        tensors are missing, raised after the stream is drained, because producing it is
+        collective."""
         seen: set[str] = set()
         faults: list[str] = []
         with torch.no_grad():

@@ -26,16 +26,8 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def row_keys(seed: int, uid_R: Tensor, sample_R: Tensor) -> Tensor:
-    """The key of each row's random stream.
-
-    Args:
-        seed: seed of the generate call, any Python int.
-        uid_R: int64 ``[R]``, uid of each row's prompt.
-        sample_R: int64 ``[R]``, sample number of each row.
-
-    Returns:
-        int64 ``[R]``.
-    """
+    """The key of each row's random stream, int64 ``[R]``, from any integer seed and the int64
+    ``[R]`` uids of prompts and sample numbers."""
     wrapped = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     state = _mix(torch.full_like(uid_R, wrapped) + _GOLDEN)
     state = _mix((state ^ uid_R) + _GOLDEN)
@@ -43,11 +35,8 @@ def row_keys(seed: int, uid_R: Tensor, sample_R: Tensor) -> Tensor:
 
 
 def uniforms(key_R: Tensor, start: int, count: int) -> Tensor:
-    """Uniform numbers in ``[0, 1)`` for tokens ``start .. start + count`` of each row.
-
-    Returns:
-        float64 ``[R, count]`` with a resolution of 40 bits, so that rounding never gives 1.
-    """
+    """Uniform numbers in ``[0, 1)`` for tokens ``start .. start + count`` of each row: float64
+    ``[R, count]`` with a resolution of 40 bits, so that rounding never gives 1."""
     counter = torch.arange(start + 1, start + count + 1, device=key_R.device) * _GOLDEN
     bits = _mix(key_R[:, None] + counter)
     return ((bits >> 24) & ((1 << _UNIFORM_BITS) - 1)).double() * 2.0**-_UNIFORM_BITS

@@ -22,12 +22,8 @@ def take_up(
 ) -> dict[int, Episode]:
     """Responses of an earlier request that this one need not generate from the start; collective.
 
-    Finished ones stay at home; those to be continued move to the ranks that will continue them.
-
-    Args:
-        resumed: responses by index in the result.
-        usable: indices of those to take.
-        homes: the rank that continues a response, by index.
+    Finished ones stay at home; those to be continued move to the ranks that will continue them. All
+    are by index in the result; ``usable`` ones are taken.
     """
     found = {key: resumed[key] for key in usable}
     begun = [key for key in usable if found[key].is_unfinished]
@@ -46,17 +42,9 @@ def add_answers(
     routing: RoutingShape | None,
     world: int,
 ) -> dict[int, Episode]:
-    """Responses by ``prompt * n + sample``: those known, and what all ranks received; collective.
-
-    Args:
-        known: earlier responses and parts of responses, which ``mine`` continues.
-        mine: responses of this rank's servers.
-        routing: shape of the routed experts in each response; None: none.
-
-    Raises:
-        RuntimeError: on every rank, if routed experts are missing.
-        ValueError: on every rank, if a log-probability is not finite.
-    """
+    """Responses by ``prompt * n + sample``: those known, continued by ``mine``, and what all ranks
+    received. Collective; on every rank RuntimeError if routed experts are missing, and ValueError
+    if a log-probability is not finite."""
     received: dict[int, Episode] = {}
     error = None
     for key, answer in mine.items():

@@ -23,7 +23,6 @@ MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPHS)
 def sampling_parameters(
     sampling: SamplingConfig, max_tokens: int, stop_tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """Sampling parameters of one response under SGLang's names."""
     return {
         "max_new_tokens": max_tokens,
         "temperature": sampling.temperature,
@@ -35,14 +34,8 @@ def sampling_parameters(
 
 
 class SGLangApi:
-    """Calls to one SGLang server.
-
-    Args:
-        timeout_s: longest time to an answer, in generation longest time without progress; seconds.
-
-    Attributes:
-        client: sends the requests.
-    """
+    """Calls to one SGLang server. ``timeout_s``: longest time to an answer, in generation longest
+    time without progress, seconds."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         self.url = url
@@ -77,11 +70,8 @@ class SGLangApi:
         return self.client.post("/generate", body, None, lambda: self._progress_at, parse)
 
     def is_up(self) -> bool:
-        """Return whether the server answers a health check within a few seconds.
-
-        Raises:
-            RequestRefused: another program than an SGLang server answers.
-        """
+        """Return whether the server answers a health check within a few seconds; RequestRefused if
+        another program than an SGLang server answers."""
         try:
             self.client.get("/health", timeout_s=_QUICK_S)
         except ServerLost:
@@ -89,10 +79,8 @@ class SGLangApi:
         return True
 
     def accepts_key(self) -> bool | None:
-        """Return whether the server accepts this client's key; None: no answer.
-
-        The health check needs no key.
-        """
+        """Return whether the server accepts this client's key; None: no answer. The health check
+        needs no key."""
         try:
             self.client.get("/model_info", timeout_s=_QUICK_S)
         except RequestRefused as error:
@@ -115,15 +103,8 @@ class SGLangApi:
         parameters: dict[str, Any] | Sequence[dict[str, Any]],
         routed_experts: bool = False,
     ) -> list[ServerResponse]:
-        """Generate one response to each prompt.
-
-        Args:
-            parameters: sampling parameters, for all prompts or for each.
-
-        Raises:
-            ServerLost: no answer, one of another form, or the server failed to finish a response;
-                all responses of the call are lost.
-        """
+        """Generate one response to each prompt. ServerLost if there is no answer, it has another
+        form, or the server failed to finish a response; all responses of the call are lost."""
         body = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": parameters,
@@ -138,10 +119,7 @@ class SGLangApi:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of every token but the first, at temperature 1; NaN: not finite.
-
-        Raises:
-            ServerLost: no answer, or one of another form.
-        """
+        ServerLost if there is no answer, or it has another form."""
         body = {
             "input_ids": [list(sequence) for sequence in sequences],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -164,10 +142,8 @@ class SGLangApi:
         self.client.post("/abort_request", {"abort_all": True}, timeout_s=_QUICK_S)
 
     def begin_update(self) -> None:
-        """Open a weight update, if this version of SGLang has that call.
-
-        An update that was left open is closed first.
-        """
+        """Open a weight update, if this version of SGLang has that call; one left open is closed
+        first."""
         try:
             self._session("/begin_weight_update", {"selector": "all"})
         except RequestRefused as error:
@@ -278,11 +254,7 @@ class SGLangApi:
             time.sleep(_IDLE_POLL_S)
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Release device memory; the server must be idle.
-
-        Args:
-            tags: of ``MEMORY_TAGS``.
-        """
+        """Release device memory (``MEMORY_TAGS``); the server must be idle."""
         self.client.post("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:

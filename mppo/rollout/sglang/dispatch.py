@@ -18,12 +18,7 @@ Server = TypeVar("Server")
 
 @dataclass
 class DispatchResult(Generic[Name, Result]):
-    """The outcome of a dispatch.
-
-    Args:
-        results: by job index; only of jobs whose answer arrived completely.
-        lost: servers that failed, and why.
-    """
+    """Results by job index, only of jobs whose answer arrived completely; lost servers, and why."""
 
     results: dict[int, Result] = field(default_factory=dict)
     lost: dict[Name, str] = field(default_factory=dict)
@@ -35,18 +30,12 @@ def dispatch(
     call: Callable[[Server, Job], Result],
     max_in_flight: int,
 ) -> DispatchResult[Name, Result]:
-    """Run jobs on servers until all are done or no server is left.
+    """Run jobs on servers until all are done or no server is left; jobs for which none was left
+    have no result.
 
-    Each server takes the next job as soon as it has fewer than ``max_in_flight`` running, which
-    balances the load. A server that loses a job gets no further job; the job goes to another.
-
-    Args:
-        jobs: in the order in which they should start.
-        call: runs one job on one server; ``ServerLost`` means that another server should run it.
-        max_in_flight: most jobs running at once on a server.
-
-    Returns:
-        Results of the jobs that were done; jobs for which no server was left have none.
+    Each server takes the next job, in order, as soon as it has fewer than ``max_in_flight``
+    running, which balances the load. A server that loses a job (``call`` raises ``ServerLost``)
+    gets no further job; the job goes to another.
 
     Raises:
         Exception: any other exception of ``call``, after running jobs have ended.

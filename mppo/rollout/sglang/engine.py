@@ -45,21 +45,15 @@ _SCORES_AT_ONCE = 4
 class SGLangEngine:
     """SGLang servers as a rollout engine.
 
-    Args:
-        hf_folder: model folder (servers started by mppo read only its configuration).
-        dtype: of the servers' weights.
-        run_dir: for logs, option files and weights synced by disk.
-        seed: seed of the random seeds of servers that mppo starts.
-        routing: shape of the routed experts that episodes carry; None: they carry none.
-        make_server: makes the process of a server, as ``own_server`` does.
-        give_back: returns this rank's unused memory to the device.
-
     The constructor is collective. It starts mppo's own servers on the memory that the trainer
     leaves, and puts them to sleep.
 
-    Attributes:
-        fleet: the servers.
-        slices: updates by slices; None with ``rollout.sync_mode`` = full.
+    Args:
+        hf_folder: model folder (servers started by mppo read only its configuration).
+        run_dir: for logs, option files and weights synced by disk.
+        routing: shape of the routed experts that episodes carry; None: they carry none.
+        make_server: makes the process of a server, as ``own_server`` does.
+        give_back: returns this rank's unused memory to the device.
     """
 
     def __init__(
@@ -225,7 +219,6 @@ class SGLangEngine:
         self._record(targets, error)
 
     def _record(self, targets: Mapping[int, SGLangApi], error: Exception | None) -> None:
-        """Record which servers hold the weights and which are lost."""
         if error is None:
             self._synced.update(dict.fromkeys(targets, self._version))
             return
@@ -245,13 +238,8 @@ class SGLangEngine:
         raise_on_any_rank(f"rank {self._rank}: {error}" if final else None, self._world)
 
     def _restore(self) -> int:
-        """Make every server ready to generate; collective.
-
-        Lost servers are restarted and receive the current weights.
-
-        Returns:
-            Version of the current weights.
-        """
+        """Make every server ready to generate: lost ones are restarted and receive the current
+        weights, whose version is returned. Collective."""
         if self._version is None:
             raise RuntimeError("the SGLang engine has no weights: call update_weights first")
         self._revive()
@@ -279,21 +267,15 @@ class SGLangEngine:
         return self._pending
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``.
-
-        Raises:
-            RuntimeError: on every rank, if a request could not be served.
-        """
+        """See ``RolloutEngine``; RuntimeError on every rank if a request could not be served."""
         return self.submit(request).collect()
 
     def _wait(self) -> None:
-        """Wait until no request is in flight; collective."""
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See ``RolloutEngine.logprobs``."""
         self._wait()
         self._restore()
         lengths = [len(s) for s in sequences]
@@ -321,7 +303,6 @@ class SGLangEngine:
         return result
 
     def turns(self) -> ServerTurns:
-        """See ``RolloutEngine.turns``."""
         self._wait()
         version = self._restore()
         how = self._stops, self._vocab_size, self._rollout.batch_size, self._routing
@@ -352,7 +333,6 @@ class SGLangEngine:
 
 
 def _error_of(step: Callable[[], object]) -> Exception | None:
-    """The exception that a step raised, to be shared with the other ranks."""
     try:
         step()
     except Exception as error:

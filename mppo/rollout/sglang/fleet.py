@@ -48,15 +48,11 @@ class Fleet:
 
     Args:
         model_folder: the folder from which mppo's own servers read the model's configuration.
-        dtype: of the servers' weights.
         folder: for logs and option files, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
-        seed: seed of the random seeds of mppo's own servers.
 
     Attributes:
-        count: number of servers.
         mine: the servers for which this rank is the head.
-        key: API key of all servers, or None.
         lost: servers of this rank that failed, and why.
         processes: the servers that this rank starts.
         tensor_parallel: ranks of each server.
@@ -97,11 +93,9 @@ class Fleet:
 
     @property
     def heads(self) -> list[int]:
-        """``head_of`` every server."""
         return [self.head_of(server) for server in range(self.count)]
 
     def head_of(self, server: int) -> int:
-        """The rank that sends requests to a server."""
         return server * max(1, self._world // self.count) % self._world
 
     def _agreed_key(self) -> str | None:
@@ -151,12 +145,9 @@ class Fleet:
     def _gpus(self) -> dict[int, list[int]]:
         """Indices of the GPUs of this rank's servers on its machine; collective.
 
-        A server of N ranks runs on the GPUs of N training ranks: of its head and of those after it.
-        They are found by UUID, because a launcher may show each rank its own GPU only, or in
-        another order.
-
-        Raises:
-            RuntimeError: on every rank, if a server's GPUs are not on its head's machine.
+        A server of N ranks runs on the GPUs of N training ranks, of its head and of those after it,
+        which must be on one machine. They are found by UUID, because a launcher may show each rank
+        its own GPU only, or in another order.
         """
         uuids = all_gather_objects(device_seam.gpu_uuid(), self._world)
         found, error = {}, None
@@ -182,7 +173,6 @@ class Fleet:
         return {s: api for s, api in self._apis.items() if s not in self.lost}
 
     def client(self, url: str) -> SGLangApi:
-        """A client to any server of the run."""
         return SGLangApi(url, self.key, self._rollout.request_timeout_s)
 
     def last_output(self) -> str:
@@ -196,14 +186,8 @@ class Fleet:
         return dict(sorted(item for part in everyone for item in part.items()))
 
     def revive(self) -> list[int]:
-        """Connect to new servers, and restart lost ones; collective.
-
-        Returns:
-            Servers of this rank that were connected or restarted, and so hold no weights.
-
-        Raises:
-            RuntimeError: on every rank, if a server does not start.
-        """
+        """Connect to new servers, and restart lost ones; return those of this rank, which hold no
+        weights. Collective; RuntimeError on every rank if a server does not start."""
         new, error = self.missing(), None
         try:
             for server in new:  # all of them, before the first is waited for
@@ -222,7 +206,6 @@ class Fleet:
         return new
 
     def _check_external_seeds(self) -> None:
-        """Warn of servers that draw the random numbers of others; collective."""
         everyone = all_gather_objects(self._external, self._world)
         options = {url: each for part in everyone for url, each in part.items()}
         for text in shared_randomness(options) if self._rank == 0 else ():

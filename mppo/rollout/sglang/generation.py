@@ -27,11 +27,7 @@ _JOBS_PER_SERVER = 32
 class SGLangGeneration:
     """See ``rollout.engine.Generation``. The constructor sends the requests; collective.
 
-    Args:
-        routing: shape of the routed experts in each response; None: none.
-        requests: sends jobs to the servers.
-        rollout: the recipe's section; with ``max_staleness``, aborted responses are continued by a
-            later request.
+    With ``max_staleness``, aborted responses are continued by a later request.
     """
 
     def __init__(
@@ -72,7 +68,6 @@ class SGLangGeneration:
         return done < len(self._request.prompts) * self._request.sampling.n
 
     def _lacks_prompts(self) -> bool:
-        """Whether prompts of the result are missing, on every rank."""
         needed = self._request.num_prompts_needed
         needed = self._request.choice if needed is None else needed
         return len(complete_prompts(self._found, self._request)) < needed
@@ -144,12 +139,10 @@ class SGLangGeneration:
         return {r: a for r, a in zip(job, answers, strict=True) if len(a.tokens)}
 
     def _begun(self, row: int) -> Episode | None:
-        """The part of a response that this rank holds already."""
         found = self._found.get(row)
         return None if found is None or found.tokens is None else found
 
     def wait(self) -> None:
-        """See ``rollout.engine.Generation.wait``."""
         if self._is_collected:
             return
         if self._in_flight is not None:
@@ -162,7 +155,6 @@ class SGLangGeneration:
         self._left_over = left_over(self._request, self._found)
 
     def collect(self) -> list[Episode]:
-        """See ``rollout.engine.Generation.collect``."""
         request, n = self._request, self._request.sampling.n
         if self._in_flight is None:
             self._launch(self._lacks_prompts())
@@ -184,12 +176,10 @@ class SGLangGeneration:
 
     @property
     def left_over(self) -> EpisodesBySample:
-        """See ``rollout.engine.Generation.left_over``."""
         return self._left_over
 
     @property
     def seconds(self) -> float:
-        """See ``rollout.engine.Generation.seconds``."""
         return self._seconds
 
     def _gathered(self, results: Mapping[int, Mapping[int, ServerResponse]]) -> dict[int, Episode]:
@@ -203,7 +193,6 @@ class SGLangGeneration:
         return found
 
     def abort(self) -> None:
-        """Abort requests in flight; their responses are lost."""
         if self._in_flight is not None:
             self._in_flight.abort()
 
@@ -211,11 +200,8 @@ class SGLangGeneration:
 def _check_answers(
     url: str, answers: Sequence[ServerResponse], version: int, may_abort: bool
 ) -> None:
-    """Check that responses come from the current weights and were not aborted unexpectedly.
-
-    Raises:
-        ServerLost: a response does not; the server may have been restarted by others.
-    """
+    """Raise ServerLost unless responses come from the current weights (others may have restarted
+    the server) and were not aborted unexpectedly."""
     for answer in answers:
         if answer.weight_version != str(version):
             raise ServerLost(url, f"has weights of version {answer.weight_version}, not {version}")

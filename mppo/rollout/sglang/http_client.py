@@ -43,15 +43,11 @@ class ServerLost(ConnectionError):
 
 
 class JsonClient:
-    """Sends JSON and reads JSON.
-
-    Args:
-        url: ``http://host:port``.
-        api_key: sent as a bearer token, unless None.
-        timeout_s: for connecting, and from the request to the end of the answer, in seconds.
+    """Sends JSON to ``http://host:port`` and reads JSON, with ``api_key`` as a bearer token.
 
     Attributes:
-        timeout_s: as above; may be changed between requests.
+        timeout_s: for connecting, and from the request to the end of the answer, in seconds;
+            may be changed between requests.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
@@ -78,7 +74,6 @@ class JsonClient:
         """POST ``body`` as JSON and return the answer.
 
         Args:
-            timeout_s: the time limit of this call; None: the client's.
             progress_at: returns the time of the server's last progress (monotonic clock), from
                 which the limit counts anew.
             parse: parses the JSON text of the answer, or raises ValueError.
@@ -131,7 +126,6 @@ class JsonClient:
         raise AssertionError("unreachable")
 
     def _kept(self) -> http.client.HTTPConnection | None:
-        """An idle connection that the server has not closed; None if there is none."""
         while self._idle:
             try:
                 connection = self._idle.pop()

@@ -23,15 +23,11 @@ _OBSERVE_S = 5.0
 
 
 class InFlightRequests:
-    """Jobs dispatched from one thread, which makes no collective call.
+    """Jobs dispatched from one thread, which makes no collective call; for ``jobs``, ``call`` and
+    ``max_in_flight`` see ``dispatch``.
 
-    Args:
-        apis: returns clients to the servers that are not lost.
-        jobs, call, max_in_flight: see ``dispatch``.
-        stragglers: aborts running requests once enough prompts are answered; None: never.
-
-    Attributes:
-        seconds: duration of all jobs, once they have ended.
+    ``stragglers`` aborts running requests once enough prompts are answered; ``seconds`` is the
+    duration of all jobs, once they have ended.
     """
 
     def __init__(

@@ -18,13 +18,8 @@ _FOR_GENERATION = (KV_CACHE, CUDA_GRAPHS)
 
 
 class MemoryHandover:
-    """Hands device memory over; does nothing if the servers have devices of their own.
-
-    All methods are collective.
-
-    Args:
-        give_back: returns this rank's unused memory to the device.
-    """
+    """Hands device memory over; does nothing if the servers have devices of their own. All methods
+    are collective. ``give_back`` returns this rank's unused memory to the device."""
 
     def __init__(
         self,
@@ -54,7 +49,6 @@ class MemoryHandover:
             self._fleet.wake((WEIGHTS,))
 
     def for_generation(self) -> None:
-        """Make the servers allocate all memory that generation needs."""
         if self._fleet.shares_devices:
             self.from_trainer()
             self._fleet.wake(MEMORY_TAGS)

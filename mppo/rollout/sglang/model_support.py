@@ -137,11 +137,7 @@ them."""
 
 
 def sglang_settings(hf_config: Any) -> dict[str, Any]:
-    """Overrides of config.json with which SGLang's model equals the actor's.
-
-    Returns:
-        Values by key of config.json; empty if SGLang needs no override.
-    """
+    """Overrides of config.json, by key, with which SGLang's model equals the actor's."""
     model_type = hf_config.model_type
     unstated = _UNSTATED.get(model_type, {})
     settings = {k: v for k, v in unstated.items() if getattr(hf_config, k, None) is None}
@@ -160,7 +156,6 @@ def sglang_settings(hf_config: Any) -> dict[str, Any]:
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:
-    """The actor's scaled rotary settings under SGLang's names."""
     stated = rope_parameters(hf_config)
     kept = ("rope_type", "rope_theta", "partial_rotary_factor")
     common = {key: stated[key] for key in kept if key in stated}
@@ -188,11 +183,8 @@ def _rope(hf_config: Any) -> dict[str, Any]:
 
 
 def engine_issues(recipe: Recipe, hf_config: Any, on_cpu: bool) -> Iterator[ConfigIssue]:
-    """Recipes whose rollout engine would compute another model than the actor, or lose weights.
-
-    Raises:
-        ValueError: the actor does not support the model either.
-    """
+    """Recipes whose rollout engine would compute another model than the actor, or lose weights;
+    ValueError if the actor does not support the model either."""
     if recipe.rollout.name != "sglang":
         return
     actor, shape = family_config(hf_config), model_shape(hf_config)
@@ -226,7 +218,6 @@ Difference = tuple[str, Any, str, str]
 def _layer_differences(
     hf_config: Any, actor: FamilyConfig, shape: ModelShape, served: Served
 ) -> Iterator[Difference]:
-    """Differences in activation, positions, head width, tied embeddings, and the cap of logits."""
     family = shape.model_type
     if actor.activation not in served.activations:
         key = activation_key(hf_config)

@@ -22,12 +22,8 @@ Call = Callable[[SGLangApi, Any], Any]
 
 
 class Requests:
-    """Sends jobs, each rank to its own servers.
-
-    Args:
-        restore: makes every server ready to generate (``SGLangEngine``), and returns the version of
-            the weights; collective. Call it before ``launch`` or ``collect``.
-    """
+    """Sends jobs, each rank to its own servers. Call ``restore`` (collective), which makes every
+    server ready and returns the version of the weights, before ``launch`` or ``collect``."""
 
     def __init__(
         self,
@@ -52,15 +48,11 @@ class Requests:
         max_in_flight: int,
         stragglers: StragglerAbort | None = None,
     ) -> InFlightRequests:
-        """Start this rank's jobs; see ``InFlightRequests``."""
         return InFlightRequests(lambda: self.fleet.apis, jobs, call, max_in_flight, stragglers)
 
     def join(self, requests: InFlightRequests) -> dict[int, Any]:
-        """Wait for requests; return the results there are, by job index. Collective.
-
-        Raises:
-            RuntimeError: on every rank, if a request of some rank failed.
-        """
+        """Wait for requests; return the results there are, by job index. Collective; RuntimeError
+        on every rank if a request of some rank failed."""
         return self._result(requests, may_interrupt=False).results
 
     def collect(
@@ -74,9 +66,6 @@ class Requests:
     ) -> dict[int, Any]:
         """Results of all jobs, by index; lost servers are restarted. Collective.
 
-        Args:
-            call, max_in_flight: see ``dispatch``.
-            stragglers: see ``InFlightRequests``.
             requests: the jobs, if they are in flight already; None: they are started now.
             may_interrupt: a stop request may interrupt the step here.
 
@@ -107,7 +96,6 @@ class Requests:
         raise AssertionError("some rank had requests left")
 
     def _result(self, requests: InFlightRequests, may_interrupt: bool) -> DispatchResult[int, Any]:
-        """Wait for requests, and raise their errors on every rank; collective."""
         result: DispatchResult[int, Any] = DispatchResult()
         error = None
         try:

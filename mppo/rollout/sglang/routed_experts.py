@@ -21,16 +21,12 @@ class RoutingShape:
 
 
 def routing_shape(hf_config: Any) -> RoutingShape:
-    """The routing shape of a mixture of experts, from its Hugging Face config."""
     return RoutingShape(hf_config.num_hidden_layers, hf_config.num_experts_per_tok)
 
 
 def decode_routed_experts(answer: bytes | None, shape: RoutingShape, tokens: int) -> Tensor:
-    """The routed experts of one response: int16 ``[tokens, layers, k]``.
-
-    Raises:
-        RequestRefused: the server sent none, or a wrong number of them.
-    """
+    """The routed experts of one response, int16 ``[tokens, layers, k]``; RequestRefused if the
+    server sent none, or a wrong number of them."""
     if answer is None:
         raise RequestRefused(
             "the server returned no routed experts: start it with --enable-return-routed-experts"

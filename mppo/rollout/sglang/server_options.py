@@ -52,11 +52,8 @@ _SLEEPING_OPTIONS: dict[str, Any] = {
 
 
 def check_installed(on_cpu: bool) -> None:
-    """Check that SGLang is installed, and on a CPU its compatibility package.
-
-    Raises:
-        RuntimeError: a package is missing; the message has the command that installs it.
-    """
+    """Check that SGLang is installed, and on a CPU its compatibility package; RuntimeError with the
+    command that installs what is missing."""
     if find_spec("sglang") is None:
         fix = "make sglang-cpu" if on_cpu else 'pip install "mppo[gpu]"'
         raise RuntimeError(f"rollout.name=sglang needs SGLang, which is not installed: {fix}")
@@ -78,18 +75,14 @@ def server_options(
     with_weights: bool = False,
     sleeps: bool = True,
 ) -> dict[str, Any]:
-    """SGLang's options for a server.
+    """SGLang's options for a server, without host, port, key and random seed.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``.
         server_args: ``rollout.server_args``; they override every default here.
         expert_parallel: groups of the server's ranks among which its experts are divided.
-        with_weights: load the folder's weights and tokenizer; False: read only its configuration,
-            start with dummy weights, and receive weights by sync.
+        with_weights: load the folder's weights and tokenizer; False: read only its
+            configuration, start with dummy weights, and receive weights by sync.
         sleeps: the server releases its memory while its GPUs train.
-
-    Returns:
-        Options without host, port, key and random seed.
     """
     options: dict[str, Any] = {
         "model_path": model_path,
@@ -135,11 +128,8 @@ def server_environment(tensor_parallel: int, on_cpu: bool, model_type: str) -> d
 
 
 def sleeping_environment(gpus: Sequence[int]) -> dict[str, str]:
-    """Further environment variables of a server that shares its GPUs with training ranks.
-
-    Args:
-        gpus: the server's GPUs, see ``device.visible_gpus``.
-    """
+    """Further environment variables of a server that shares its GPUs (see ``device.visible_gpus``)
+    with training ranks."""
     return {
         **device.visible_gpus(gpus),
         # without it, the memory of captured graphs stays allocated when it is released
@@ -153,11 +143,8 @@ def sleeping_environment(gpus: Sequence[int]) -> dict[str, str]:
 def launch_command(options: Mapping[str, Any]) -> list[str]:
     """SGLang's command line.
 
-    The options are in a file that only this user can read, in this process's temporary folder: the
-    process table must not show the key.
-
-    Args:
-        options: SGLang's options, with host, port and key.
+    The options, key included, are in a file that only this user can read, in this process's
+    temporary folder: the process table must not show the key.
     """
     config = own_folder() / f"server_{options['port']}.yaml"
     content = {name.replace("_", "-"): value for name, value in options.items()}
@@ -179,8 +166,7 @@ def own_server(
 
     Args:
         broadcasts: the server receives weights by ``rollout.sync=distributed``.
-        random_seed: called at each start, returns the seed of SGLang's random numbers; None: SGLang
-            draws one.
+        random_seed: the seed of SGLang's random numbers at each start; None: SGLang draws one.
     """
 
     def command(port: int) -> list[str]:
@@ -211,22 +197,16 @@ def is_ours(api: SGLangApi) -> bool:
 def server_seed(seed: int, server: int, start: int) -> int:
     """SGLang's random seed for a start of a server; the servers of one start have distinct seeds.
 
-    Servers with equal seeds return equal samples of equal prompts. One that starts again must not
-    repeat its random numbers either.
-
-    Args:
-        start: how often it was started before.
+    Servers with equal seeds return equal samples of equal prompts. One that starts again, after
+    ``start`` earlier ones, must not repeat its random numbers either.
     """
     digest = hashlib.sha256(f"{seed} {start}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") + server) % _SEEDS
 
 
 def shared_randomness(options: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Warnings about servers that draw equal random numbers.
-
-    Args:
-        options: ``random_seed`` and ``dp_size`` of each server by its URL; None: not told.
-    """
+    """Warnings about servers that draw equal random numbers, from the ``random_seed`` and
+    ``dp_size`` of each server by its URL; None: not told."""
     of_seed: defaultdict[int, list[str]] = defaultdict(list)
     for url, given in sorted(options.items()):
         if isinstance(given["random_seed"], int):

@@ -50,18 +50,13 @@ def _mapped(pid: int) -> set[Path]:
 
 
 class ServerProcess:
-    """One server under a guard, in its own process group.
-
-    The guard kills the server's process group when this process ends for any reason.
+    """One server under a guard, in its own process group; the guard kills the group when this
+    process ends for any reason.
 
     Args:
         command: returns the command line for a port.
         environment: all environment variables of the server.
         is_up: returns whether the server answers at a port.
-
-    Attributes:
-        port: where the server listens, once started.
-        command, environment: as above.
     """
 
     def __init__(
@@ -102,18 +97,13 @@ class ServerProcess:
             )
 
     def write_log(self, line: str) -> None:
-        """Append a line of mppo's own to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as log:
             log.write(f"mppo: {line}\n")
 
     def wait_until_up(self) -> None:
-        """Wait until the server answers; restart it if it is killed meanwhile.
-
-        Raises:
-            ServerError: the server ended, or did not answer within ``start_timeout_s``; the message
-                has its last output.
-        """
+        """Wait until the server answers; restart it if it is killed meanwhile. ServerError with its
+        last output if it ended, or did not answer within ``start_timeout_s``."""
         starts, deadline = 1, time.monotonic() + self._start_timeout_s
         print(f"mppo: waiting for {self.name} (its output: {self.log})", flush=True)
         while not self._is_up(self.port):
@@ -147,7 +137,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs; it may hang nevertheless."""
         return self._process is not None and self._process.poll() is None
 
     def _was_killed(self) -> bool:

@@ -54,16 +54,11 @@ class ServerResponse:
         return self
 
     def episode(self, prompt: Prompt) -> Episode:
-        """The response to ``prompt``, without routed experts."""
         tokens = EpisodeTokens(self.tokens, self.logprobs)
         return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
     def fault(self, max_tokens: int, vocab_size: int) -> str | None:
-        """What no engine returns that samples from the model; None: nothing.
-
-        Args:
-            max_tokens: the tokens that were asked for.
-        """
+        """Why no engine that samples ``max_tokens`` from the model returns this; None: one may."""
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"
         if len(self.tokens) and (largest := int(self.tokens.max())) >= vocab_size:
@@ -74,14 +69,8 @@ class ServerResponse:
 
 
 def parse_responses(text: bytes) -> list[ServerResponse]:
-    """Read an answer to ``/generate``.
-
-    Args:
-        text: JSON of one response or of a list of responses.
-
-    Raises:
-        InputError: the text is not JSON, or a response has another form.
-    """
+    """Read an answer to ``/generate``: JSON of one response or of a list of responses; InputError
+    if it is not JSON, or a response has another form."""
     collects = gc.isenabled()
     gc.disable()  # a collection would visit the millions of objects that live until the end of this
     try:

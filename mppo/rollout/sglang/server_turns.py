@@ -21,13 +21,8 @@ from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 
 class ServerTurns:
-    """See ``TurnEngine``.
-
-    Args:
-        version: of the weights that they all hold.
-        calls: requests at the same time on each server.
-        routing: shape of the routed experts in each turn; None: none.
-    """
+    """See ``TurnEngine``; ``calls`` requests at the same time on each server, all with weights of
+    ``version``."""
 
     at_once = 1
 
@@ -56,7 +51,6 @@ class ServerTurns:
         return [self._turn(request, sampling) for request in requests]
 
     def abort(self) -> None:
-        """See ``TurnEngine``."""
         self._aborting.set()
         for api in self._fleet.apis.values():
             with suppress(ServerLost, RequestRefused):

@@ -14,11 +14,8 @@ _POLL_S = 0.05
 
 
 class StragglerAbort:
-    """Aborts running requests once enough prompts are answered and somebody waits for them.
-
-    Attributes:
-        reached: set once running requests should be aborted.
-    """
+    """Aborts running requests once enough prompts are answered and somebody waits for them;
+    ``reached`` is set then."""
 
     def __init__(self, answered: AnsweredPrompts) -> None:
         self.answered = answered
@@ -40,11 +37,8 @@ class StragglerAbort:
 
     @contextmanager
     def watching(self, apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
-        """Abort running requests of this rank's servers as soon as ``reached`` is set.
-
-        Args:
-            apis: returns clients to the servers that are not lost.
-        """
+        """Abort running requests of this rank's servers, those not lost, as soon as ``reached`` is
+        set."""
         over = threading.Event()
 
         def watch() -> None:

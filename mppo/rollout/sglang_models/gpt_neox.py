@@ -90,11 +90,7 @@ def _norm(config: Any) -> nn.LayerNorm:
 
 
 class GPTNeoXForCausalLM(nn.Module):
-    """The actor's model in SGLang's layers; parameters have the checkpoint's names.
-
-    Args:
-        quant_config, prefix: SGLang passes them.
-    """
+    """The actor's model in SGLang's layers; parameters have the checkpoint's names."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()

@@ -27,14 +27,8 @@ _MOST_SERVERS = 256
 
 
 class DistributedTransport:
-    """Broadcasts weights from the first training rank to all ranks of all servers.
-
-    There is one broadcast per bucket and dtype.
-
-    Args:
-        address: address of this machine, reachable from the servers' machines.
-        timeout_s: longest wait for the servers, in seconds.
-    """
+    """Broadcasts weights from the first training rank to all ranks of all servers, one broadcast
+    per bucket and dtype. ``address`` is this machine's, reachable from the servers' machines."""
 
     def __init__(
         self,
@@ -97,18 +91,12 @@ class DistributedTransport:
         self._joined = apis
 
     def _with_servers(self, step: Callable[[], T], calls: Sequence[Future]) -> T:
-        """Run a step that blocks until every server joins it.
+        """Run a step that blocks until every server joins it by one of ``calls``; raises their
+        errors, or RuntimeError after ``timeout_s``.
 
         The step runs in a thread of its own, which is abandoned if a server fails or is late. The
         first broadcast blocks too: with NCCL it creates the communicator, in a call that cannot be
         interrupted.
-
-        Args:
-            calls: the requests by which the servers join the step.
-
-        Raises:
-            RuntimeError: a server did not join the step within ``timeout_s``.
-            Exception: a server's request or the step failed.
         """
         outcome: Future[T] = Future()
 
@@ -136,7 +124,6 @@ class DistributedTransport:
         return outcome.result()
 
     def send(self, bucket: WeightBucket) -> None:
-        """See ``WeightTransport``."""
         if not self._servers or self._failure is not None:
             return
         try:
@@ -174,7 +161,6 @@ class DistributedTransport:
             load.result()
 
     def close(self) -> None:
-        """See ``WeightTransport``."""
         if self._servers and self._failure is None:
             try:
                 self._call_all(lambda api: api.end_update())
@@ -185,7 +171,6 @@ class DistributedTransport:
             raise self._failure
 
     def _leave(self) -> None:
-        """Destroy the group on this rank and on every server that still answers."""
         group, joined = self._group, self._joined
         self._group, self._joined = None, ()
         if group is None:
@@ -196,7 +181,6 @@ class DistributedTransport:
         dist.destroy_process_group(group)
 
     def stop(self) -> None:
-        """See ``WeightTransport``."""
         self._group, self._joined = None, ()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -33,10 +33,8 @@ _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 @contextmanager
 def _shared_by_file_name() -> Iterator[None]:
-    """Share CPU tensors by file name in this context.
-
-    Torch's default passes file descriptors, which works only between a process and its children.
-    """
+    """Share CPU tensors by file name: torch's default passes file descriptors, which works only
+    between a process and its children."""
     before = mp.get_sharing_strategy()
     mp.set_sharing_strategy("file_system")
     try:
@@ -57,10 +55,7 @@ def _shared(tensor: Tensor) -> Tensor:
 
 class SharedBuffer:
     """Shared memory that holds one bucket at a time; it is reused, and grows to the largest bucket.
-
-    Attributes:
-        layout: of the bucket in the buffer; empty after ``fill_bytes``.
-    """
+    ``layout`` is empty after ``fill_bytes``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,21 +69,14 @@ class SharedBuffer:
         return self._bytes[: self._used]
 
     def fill(self, bucket: WeightBucket) -> None:
-        """Copy a bucket into the buffer; the layout stays the bucket's."""
         self._reserve(bucket.layout.nbytes)
         self._used, self.layout = bucket.layout.nbytes, bucket.layout
         self.content.copy_(bucket.content)
         self._synchronize()
 
     def fill_bytes(self, parts: Sequence[Tensor]) -> list[int]:
-        """Copy byte tensors into the buffer, end to end.
-
-        Args:
-            parts: uint8; every length but the last is a multiple of 16.
-
-        Returns:
-            The first byte of each.
-        """
+        """Copy uint8 tensors into the buffer, end to end; return the first byte of each. Every
+        length but the last is a multiple of 16."""
         begins, total = [], 0
         for part in parts:
             begins.append(total)
@@ -123,10 +111,8 @@ class SharedBuffer:
         self._bytes = _shared(torch.empty(size, dtype=torch.uint8))
 
     def payload(self) -> str:
-        """A handle to the bucket in SGLang's own format: base64 of a pickle.
-
-        A handle can be opened once; each reading process needs its own.
-        """
+        """A handle to the bucket in SGLang's own format, base64 of a pickle. It can be opened once:
+        each reading process needs its own."""
         metadata = [
             SimpleNamespace(
                 name=place.name,
@@ -155,11 +141,8 @@ class SharedBuffer:
         return self.described_payload(bucket_table(self.layout, checksums, report, single_rank))
 
     def described_payload(self, table: Tensor) -> str:
-        """A handle to the buffer for one of mppo's loaders, with the table that the loader reads.
-
-        Args:
-            table: uint8 on the CPU.
-        """
+        """A handle to the buffer for one of mppo's loaders, with the table that it reads (uint8,
+        CPU)."""
         _shared(table)
         return _pickled([(BYTES, _Handle(self.content)), (TABLE, _Handle(table))])
 
@@ -172,11 +155,8 @@ def _pickled(content: object) -> str:
 
 
 class _Handle:
-    """Pickles as torch's handle to a shared tensor.
-
-    A CUDA device is given by its UUID, as SGLang's receiver expects: device numbers differ between
-    processes that see different devices.
-    """
+    """Pickles as torch's handle to a shared tensor; a CUDA device is given by its UUID, as SGLang
+    expects, since device numbers differ between processes that see different devices."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

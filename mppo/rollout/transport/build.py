@@ -31,11 +31,7 @@ def make_transport(
     rank: int,
     world: int,
 ) -> WeightTransport:
-    """Make the transport of whole tensors; collective.
-
-    Args:
-        folder: for the servers' error reports, and for weights synced by disk.
-    """
+    """Make the transport of whole tensors; collective."""
     tensor_parallel = fleet.tensor_parallel
     if rollout.sync == "disk":
         return DiskTransport((folder / "weights").resolve(), hf_folder, writes=rank == 0)

@@ -40,11 +40,7 @@ Checksum = tuple[int, int]
 
 
 def tensor_checksum(flat: Tensor) -> Checksum:
-    """The sum of all 32-bit words, and the sum of every second one.
-
-    Args:
-        flat: uint8; padded with zeros to a multiple of 4.
-    """
+    """The sum of all 32-bit words, and of every second one, of bytes padded with zeros (uint8)."""
     if flat.numel() % _WORD:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % _WORD)])
     words = flat.view(torch.int32)
@@ -95,11 +91,8 @@ def _load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> No
 def _load_checked(
     model: nn.Module, bucket: WeightBucket, checksums: Sequence[Sequence[int]], single_rank: bool
 ) -> None:
-    """Verify the bucket, load it, and verify what the model then holds.
-
-    Raises:
-        ValueError: names the first tensor that arrived changed or was not loaded.
-    """
+    """Verify the bucket, load it, and verify what the model then holds; the ValueError names the
+    first tensor that arrived changed or was not loaded."""
     for place, checksum in zip(bucket.layout.places, checksums, strict=True):
         if list(tensor_checksum(bucket.content[place.start : place.end])) != list(checksum):
             raise ValueError(f"verify_sync: {place.name} arrived with other bytes than were sent")
@@ -128,9 +121,7 @@ def _parameter_name(name: str, held: dict[str, Tensor]) -> str | None:
 
 def _part(name: str, tensor: Tensor, held: dict[str, Tensor]) -> Tensor | None:
     """The part of a parameter that holds a checkpoint's tensor; None if it cannot be located.
-
-    Experts on a GPU are not compared: the kernel decides their order.
-    """
+    Experts on a GPU are not compared: the kernel decides their order."""
     parameter_name = _parameter_name(name, held)
     if parameter_name is None:
         return None

@@ -34,12 +34,8 @@ class PieceRow:
     """A slice of a parameter.
 
     Args:
-        name: SGLang's name of the parameter.
-        parameter_shape: the parameter's shape on this rank.
         expert: index along the parameter's first dimension; None: it holds no experts.
         dim, offset: dimension along which the slice is cut, and its first index.
-        shape: of the slice.
-        dtype: of the bytes in the message.
         begin: its first byte in the message.
         checksum: of all its bytes after loading; None: not verified.
     """
@@ -66,11 +62,7 @@ class MessageRow:
 
 
 def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
-    """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU.
-
-    Args:
-        report: file for errors.
-    """
+    """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU."""
     rows = [
         (m.start, m.end, m.blocks, [list(vars(piece).values()) for piece in m.pieces])
         for m in messages
@@ -102,13 +94,8 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _check_order(model: nn.Module) -> None:
-    """Check that fused parameters have the order of ``mppo.weights.slices.engine_tensors``.
-
-    The shapes are the same in either order.
-
-    Raises:
-        InputError: a kernel of SGLang uses another order.
-    """
+    """Check that fused parameters have the order of ``mppo.weights.slices.engine_tensors``; the
+    shapes are the same in either order."""
     for name, module in model.named_modules():
         kernel = getattr(module, "quant_method", None)
         if getattr(kernel, "load_up_proj_weight_first", False):
@@ -121,14 +108,7 @@ def _check_order(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _load(held: dict[str, Tensor], flat: Tensor, message: MessageRow) -> list[str]:
-    """Write a message's pieces into the parameters.
-
-    Returns:
-        Names of the parameters that changed.
-
-    Raises:
-        InputError: names the first piece that does not fit its parameter or fails its checksum.
-    """
+    """Write a message's pieces into the parameters; return the names of those that changed."""
     written = []
     index = blocks = flat
     bounds: list[int] = []
@@ -161,11 +141,6 @@ def _dtype(piece: PieceRow) -> torch.dtype:
 
 
 def _slice_of(held: dict[str, Tensor], piece: PieceRow) -> Tensor:
-    """The view of this rank's parameter that a piece fills.
-
-    Raises:
-        InputError: SGLang has no such parameter, or one of another shape.
-    """
     parameter = held.get(piece.name)
     if parameter is None:
         raise InputError(
@@ -182,12 +157,8 @@ def _slice_of(held: dict[str, Tensor], piece: PieceRow) -> Tensor:
 
 
 def _patched(target: Tensor, piece: PieceRow, places: Tensor, blocks: Tensor) -> Tensor:
-    """The bytes that ``target`` holds, with some blocks replaced: uint8.
-
-    Raises:
-        InputError: the parameter's dtype is narrower than the piece's, so it no longer holds the
-            bytes that were sent before.
-    """
+    """The bytes that ``target`` holds, with some blocks replaced: uint8. A parameter of a dtype
+    narrower than the piece's no longer holds the bytes that were sent before: InputError."""
     if torch.promote_types(target.dtype, _dtype(piece)) != target.dtype:
         raise InputError(
             f"{piece.name} is {target.dtype} in SGLang, which rounds the {piece.dtype} sent, so "

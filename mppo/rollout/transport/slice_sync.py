@@ -28,11 +28,7 @@ from mppo.weights.slices.source import Message, SliceBucket, SliceStream
 
 class SliceTransport(TensorTransport):
     """Shared memory on one machine, as ``TensorTransport``, with each rollout rank's slices only.
-
-    Args:
-        reports: for each server, the file to which it writes errors.
-        report: that file of this rank's servers.
-    """
+    ``reports``: the file of each server to which it writes errors."""
 
     _loader = SLICE_LOADER
 
@@ -72,7 +68,6 @@ class SliceTransport(TensorTransport):
                 )
 
     def _handles(self, turn: int, bucket: SliceBucket) -> dict[int, str]:
-        """Fill this turn's buffers; returns a handle for each rollout rank hosted here."""
         handles = {}
         for slot, messages in bucket.messages.items():
             buffer = self._of_slots[turn].setdefault(slot, SharedBuffer(self._device))
@@ -85,7 +80,6 @@ class SliceTransport(TensorTransport):
         return handles
 
     def close(self) -> None:
-        """See ``WeightTransport``."""
         try:
             super().close()
         finally:
@@ -94,18 +88,13 @@ class SliceTransport(TensorTransport):
                 device_seam.collect_shared_memory()
 
     def stop(self) -> None:
-        """See ``WeightTransport``."""
         super().stop()
         self._of_slots = ({}, {})
 
 
 def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, int]]) -> MessageRow:
-    """A message as a row of the table that the loader reads.
-
-    Args:
-        begin: its first byte in the rollout rank's buffer.
-        checks: checksums of all pieces; empty: none.
-    """
+    """A row of the loader's table; ``begin``: the message's first byte in the rollout rank's
+    buffer."""
     pieces = [
         PieceRow(
             piece.target.name,
@@ -124,14 +113,10 @@ def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, in
 
 
 class SliceSync:
-    """Updates servers by slices, and records which version each server of this rank holds.
-
-    Args:
-        fleet: the servers, which mppo started.
-        dtype: of the servers' weights.
+    """Updates servers that mppo started by slices, and records which version each server of this
+    rank holds.
 
     Attributes:
-        transport: carries the slices.
         request: the slices that the servers need; the role plans by it at the first update.
     """
 
@@ -163,14 +148,11 @@ class SliceSync:
         self._stream: SliceStream | None = None
 
     def accepts(self, buckets: Iterable[WeightBucket]) -> TypeGuard[WeightSource]:
-        """Return whether the weights are available as slices."""
         return isinstance(buckets, WeightSource) and buckets.slices is not None
 
     def send(self, source: WeightSource, version: int, servers: Collection[int]) -> None:
-        """Send to servers of this rank the slices they lack; collective.
-
-        Call it between ``transport.open`` and ``transport.close``.
-        """
+        """Send to servers of this rank the slices they lack, between ``transport.open`` and
+        ``close``. Collective."""
         assert source.slices is not None
         with source.reading():
             stream = source.slices(self.request)

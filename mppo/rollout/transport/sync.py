@@ -28,11 +28,8 @@ from mppo.weights.bucket import WeightBucket
 
 
 class WeightTransport(Protocol):
-    """A transport of weights to servers.
-
-    Producing the stream is collective, so the failure of a server does not stop it: ``close``
-    raises the first failure.
-    """
+    """A transport of weights to servers. Producing the stream is collective, so the failure of a
+    server does not stop it: ``close`` raises the first failure."""
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
         """Begin an update of the servers for which this rank is the head (possibly none)."""
@@ -60,10 +57,8 @@ class TensorTransport:
     """Shared memory on one machine: servers read the trainer's memory (CUDA IPC on a GPU).
 
     Args:
-        device: the device of the stream's tensors.
         tensor_parallel: ranks of each server. On a GPU, each reads from the training rank on its
             own device: one request carries the payloads of ``tensor_parallel`` neighbouring ranks.
-        group: process group of those neighbours (only on a GPU with tensor_parallel > 1).
         report: file to which ``mppo.rollout.transport.checked_load`` in servers that mppo started
             writes errors; None: external servers, which load with SGLang's own loader.
         checked: servers that mppo started verify what they receive and load.
@@ -91,7 +86,6 @@ class TensorTransport:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """See ``WeightTransport``."""
         self._servers, self._version, self._turn, self._failure = servers, version, 0, None
         self._in_flight = [[], []]
         self._try(lambda: [api.begin_update() for api in servers.values()])
@@ -105,7 +99,6 @@ class TensorTransport:
                 self._failure = error
 
     def send(self, bucket: WeightBucket) -> None:
-        """See ``WeightTransport``."""
         if not self._servers and self._group is None:
             return
         turn, self._turn = self._turn, 1 - self._turn
@@ -133,11 +126,6 @@ class TensorTransport:
         return buffer.own_payload(self._report, self._tensor_parallel == 1, self._checked)
 
     def _load(self, api: SGLangApi, payloads: list[str], version: int) -> None:
-        """Make one server load one bucket.
-
-        Raises:
-            RequestRefused: the loader reported an error.
-        """
         if self._report is None:
             api.update_from_tensor(payloads, version)
             return
@@ -153,7 +141,6 @@ class TensorTransport:
             future.result()
 
     def close(self) -> None:
-        """See ``WeightTransport``."""
         for turn in (self._turn, 1 - self._turn):
             self._try(lambda turn=turn: self._wait(turn))
         self._try(lambda: [api.end_update() for api in self._servers.values()])
@@ -164,7 +151,6 @@ class TensorTransport:
             raise self._failure
 
     def stop(self) -> None:
-        """See ``WeightTransport``."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._buffers = (SharedBuffer(self._device), SharedBuffer(self._device))
 
@@ -175,7 +161,6 @@ class DiskTransport:
     Args:
         folder: the folder, on a file system where all servers see it under the same path.
         hf_folder: model folder whose config and tokenizer files are copied into it.
-        writes: this rank writes the files.
     """
 
     def __init__(self, folder: Path, hf_folder: Path, writes: bool) -> None:
@@ -186,11 +171,9 @@ class DiskTransport:
 
     @property
     def folder(self) -> Path:
-        """Folder of the version being written."""
         return self._root / f"version_{self._version}"
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
-        """See ``WeightTransport``."""
         self._version, self._index, self._bytes = version, {}, 0
         if not self._writes:
             return
@@ -201,7 +184,6 @@ class DiskTransport:
                 shutil.copy(file, self.folder)
 
     def send(self, bucket: WeightBucket) -> None:
-        """See ``WeightTransport``."""
         if not self._writes:
             return
         shard = f"model-{len(set(self._index.values())) + 1:05d}.safetensors"
@@ -213,7 +195,6 @@ class DiskTransport:
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def close(self) -> None:
-        """See ``WeightTransport``."""
         if self._writes:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": self._index}
             path = self.folder / "model.safetensors.index.json"
@@ -225,6 +206,5 @@ class DiskTransport:
             api.update_from_disk(str(self.folder), self._version)
 
     def stop(self) -> None:
-        """See ``WeightTransport``; removes the folder."""
         if self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
