@@ -15,7 +15,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 
 def prepare_moments(part: MegatronOptimizer) -> None:
-    """Allocate the moments of one of Megatron's optimizers, as zeros."""
     if not isinstance(part.optimizer, HybridDeviceOptimizer):
         part.init_state_fn(part.optimizer, part.config)
         return

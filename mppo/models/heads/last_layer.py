@@ -23,7 +23,6 @@ class LastLayer(TransformerLayer):
     """
 
     def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, see above."""
         output, context = cast("tuple[Tensor, Tensor | None]", super().forward(*args, **kwargs))
         keep = _kept(kwargs)
         return output if keep is None or len(keep) else output[:0], context
@@ -43,15 +42,9 @@ def _kept(arguments: dict[str, Any]) -> Tensor | None:
 
 
 def with_early_select(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
-    """Make the last layer of a model's last chunk a :class:`LastLayer`, if possible.
-
-    The layer is not replaced in a mixture of experts, whose routing counts all tokens; if it has
-    another class (Gemma 2); or under sequence parallelism, where ranks must hold equally many
-    tokens.
-
-    Returns:
-        The layer specs, at most the last one changed.
-    """
+    """Make the last layer of a model's last chunk a :class:`LastLayer`, if possible. Not in a
+    mixture of experts, whose routing counts all tokens; nor if the layer has another class (Gemma
+    2); nor under sequence parallelism, where ranks hold equally many tokens."""
     if not layers or config.sequence_parallel or layers[-1].module is not TransformerLayer:
         return layers
     submodules = layers[-1].submodules

@@ -16,12 +16,10 @@ class PolicyOutputs:
     """A policy's outputs, float32 ``[T]`` each; 0 on tokens that are not predicted.
 
     Args:
-        logprobs_T: log-probability of token t.
-        entropy_T: entropy of the distribution token t was drawn from (nats).
+        entropy_T: of the distribution token t was drawn from (nats).
         full_kl_T: KL against the reference over the vocabulary (nats); None if the pass had no
             hidden states of the reference and computes no ``squares_T``, otherwise 0 without them.
-        squares_T: sum of the squared probabilities of the vocabulary; None if the pass computes
-            none.
+        squares_T: sum of the squared probabilities of the vocabulary; None if not computed.
     """
 
     logprobs_T: Tensor
