@@ -45,14 +45,8 @@ _LEFT_OUT = ("old.ref_hidden_T",)
 
 
 def write_shares(folder: Path, experience: Experience, leave_out: Collection[str] = ()) -> None:
-    """Write an experience, each rank the sequences it holds. Collective.
-
-    Args:
-        folder: an existing one is renamed.
-
-    Raises:
-        RuntimeError: on every rank, if one of them cannot write.
-    """
+    """Write an experience into ``folder`` (an existing one is renamed), each rank the sequences it
+    holds; RuntimeError on every rank if one cannot. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def prepare() -> None:
@@ -77,13 +71,8 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
 def dump_step(
     run: Run, step: int, rollout: Rollout, outputs: Outputs, experience: Experience
 ) -> None:
-    """Write the dump of a step. Collective.
-
-    Args:
-        rollout: the responses with their raw scores.
-        outputs: the models' outputs before the update.
-        experience: made of ``outputs``, before PF-PPO's resampling.
-    """
+    """Write the dump of a step: responses with raw scores, the models' outputs before the update,
+    and the experience before PF-PPO's resampling. Collective."""
     folder, rank = step_folder(run.reporter.run_dir, step), dist.get_rank()
     if rank == 0:
         remove_stale([folder])
@@ -133,16 +122,10 @@ def replay_folders(replay: str) -> list[Path]:
 
 
 def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
-    """Read the responses and scores of a dumped step instead of generating them. Collective.
-
-    Step s trains on the s-th dump, and begins again with the first after the last.
-
-    Returns:
-        The responses with their scores, shared out, and the metrics of scoring.
-
-    Raises:
-        InputError: the dump is damaged, or does not suit the recipe.
-    """
+    """Read the responses and scores of a dumped step instead of generating them. Collective. Step s
+    trains on the s-th dump, and begins again with the first after the last. Returns the responses,
+    shared out, and the metrics of scoring. InputError: the dump is damaged, or does not suit the
+    recipe."""
     replayed = str(run.recipe.trainer.replay)
     folders = replay_folders(replayed)
     if not folders:
