@@ -52,12 +52,10 @@ class _Place(NamedTuple):
 
 
 def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
-    """Read all tensor keys of a checkpoint without running code that its metadata names.
+    """Read all tensor keys of a checkpoint, or one role's part of one, without running code that
+    its metadata names.
 
     Objects other than tensors are separate pickles; they are left out, because nothing reads them.
-
-    Args:
-        folder: a folder with ``.metadata``: a checkpoint, or one role's part of one.
 
     Raises:
         OSError: no such checkpoint.
@@ -109,7 +107,6 @@ def _places(
 
 
 def _data_file(folder: Path, name: str) -> tuple[Path, int]:
-    """Return a data file and its size."""
     file = inside(folder, name)
     if not file.exists():
         raise InputError(f"{folder}: data file {name} is missing; copy the checkpoint again")
