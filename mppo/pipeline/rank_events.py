@@ -82,12 +82,8 @@ class Rules:
 
 
 def complete_in_order(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> bool:
-    """Whether ranks complete that do one event after the other.
-
-    Returns:
-        True: all ranks complete under the rules, and all communications have their partners. False:
-        they may or may not. Batches of communications are not examined.
-    """
+    """Whether all ranks complete under the rules, with partners for all communications, even if
+    each does one event after the other; False: they may or may not. Batches are not examined."""
     meetings = _Meetings()
     ranks = [_Rank(rank, events, rules, meetings) for rank, events in enumerate(lists)]
     ready = list(ranks)
@@ -126,12 +122,8 @@ class _Meetings:
         self._joined: dict[Hashable, int] = {}
 
     def join(self, key: Hashable, side: Hashable, size: int, content: Hashable) -> _Meeting | None:
-        """A rank's next communication; None: it is another one than its partner's.
-
-        Args:
-            key: the communicator, and for a message its direction.
-            content: the message, or the ranks and what they sum; None: not known.
-        """
+        """A rank's next communication by communicator and direction; None: its ``content`` (the
+        message, or the ranks and what they sum) is not its partner's."""
         known, at = self._all.setdefault(key, []), self._joined.get((key, side), 0)
         self._joined[key, side] = at + 1
         if at == len(known):
@@ -164,11 +156,8 @@ class _Rank:
         return self._next == len(self._events)
 
     def proceed(self, ready: list[_Rank]) -> bool:
-        """Do events until one must wait; add the ranks that waited for them to ``ready``.
-
-        Returns:
-            Whether all communications agree with their partners'.
-        """
+        """Do events until one must wait; add the ranks that waited for them to ``ready``. Returns
+        whether all communications agree with their partners'."""
         events, of_event, at = self._events, self._of_event, self._next
         each_waits = self._rules.host_waits == "device"
         while at < len(events):
