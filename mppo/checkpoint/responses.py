@@ -30,12 +30,10 @@ def file_of_rank(rank: int) -> str:
 
 
 def to_bytes(held: EpisodesBySample) -> bytes:
-    """Serialise the partial responses of a rank.
-
-    For response r the file has ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
-    (float32, as in a batch) and, if known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
-    all other fields are a JSON table in the header.
-    """
+    """Serialise the partial responses of a rank. For response r the file has ``r/prompt_ids`` and
+    ``r/response_ids`` (int64), ``r/logprobs`` (float32, as in a batch) and, if known,
+    ``r/routed_experts`` (int16 ``[tokens, layers, k]``); all other fields are a JSON table in the
+    header."""
     tensors: dict[str, Tensor] = {}
     table = []
     for row, ((uid, sample), response) in enumerate(held.items()):
@@ -58,15 +56,10 @@ def to_bytes(held: EpisodesBySample) -> bytes:
 
 
 def load_responses(folder: Path, rank: int = 0, world: int = 1) -> EpisodesBySample:
-    """Load the responses of a checkpoint; none if it has no such file.
-
-    They get homes of nearly equal numbers of tokens, whatever the number of ranks that saved them.
-    Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
-    prompts.
-
-    Raises:
-        ValueError, KeyError, TypeError: a file does not hold such responses.
-    """
+    """Load the responses of a checkpoint; none if it has no such file. They get homes of nearly
+    equal numbers of tokens, whatever the number of ranks that saved them. Their prompts have only
+    uid and tokens; ``GenerationRequest.resumed`` replaces them by the full prompts. ValueError,
+    KeyError, TypeError: a file does not hold such responses."""
     files = sorted(folder.glob(_FILES))
     tables = [_read_table(path) for path in files]
     lengths = [entry["tokens"] for table in tables for entry in table]
