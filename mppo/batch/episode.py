@@ -27,14 +27,9 @@ Part = tuple[int, int]
 
 @dataclass
 class EpisodeUse:
-    """What the turns of an episode took, and the episode.
-
-    Attributes:
-        seconds: of the episode, in which its requests were answered.
-        generation_s: of these, those in which at least one request waited for its answer.
-        context_tokens: tokens before its turns, in all requests.
-        cached_tokens: of these, those in the engine's prefix cache; None: the engine has none.
-    """
+    """What an episode took: seconds in which its requests were answered, of these those in which at
+    least one request waited; tokens before its turns, in all requests, of these those in the
+    engine's prefix cache (None: it has none)."""
 
     seconds: float = 0.0
     generation_s: float = 0.0
@@ -52,7 +47,6 @@ class EpisodeResult:
         error: why the agent failed; None: it did not.
         messages: the conversation, for a reward model that reads it in its own chat template; of
             several histories the last one.
-        use: what it took; None: not known.
     """
 
     reward: float | None = None
@@ -68,8 +62,7 @@ class EpisodeTokens(ComparedByValue):
 
     Args:
         ids: int32 ``[L]``, generated tokens, the stop token included when one was generated, and
-            an environment's tokens between them. This and ``logprobs`` may be any sequence, which
-            is converted.
+            an environment's tokens between them.
         logprobs: float32 ``[L]``, log-probability of each token under the distribution it was
             sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature); 0 for
             an environment's tokens.
@@ -88,7 +81,6 @@ class EpisodeTokens(ComparedByValue):
 
     @property
     def routed(self) -> tuple[int, int, int] | None:
-        """Shape of ``experts``."""
         if self.experts is None:
             return None
         tokens, layers, chosen = self.experts.shape
@@ -135,11 +127,8 @@ class Episode(ComparedByValue):
         version: int,
         earlier: tuple[Part, ...] = (),
     ) -> Episode:
-        """An episode whose tokens this rank has received.
-
-        Args:
-            version: of the weights that generated the tokens after the earlier parts.
-        """
+        """An episode whose tokens this rank has received; ``version`` is of the weights that
+        generated the tokens after the earlier parts."""
         last = len(tokens.ids) - sum(count for _, count in earlier)
         parts = (*earlier, (version, last))
         return cls(prompt, parts, finish_reason, 0, tokens.routed, tokens)
@@ -152,7 +141,6 @@ class Episode(ComparedByValue):
 
     @property
     def scored(self) -> ResponseScore:
-        """The score, once there is one."""
         assert self.score is not None, "score the episode first"
         return self.score
 
@@ -182,7 +170,6 @@ class Episode(ComparedByValue):
         return self.finish_reason in ("abort", OPEN)
 
     def moved(self, home: int) -> Episode:
-        """This episode with another home."""
         earlier = tuple(each.moved(home) for each in self.earlier)
         return replace(self, home=home, earlier=earlier)
 
@@ -212,7 +199,6 @@ EpisodesBySample = Mapping[tuple[int, int], Episode]
 
 
 def with_scores(episodes: Sequence[Episode], scores: Sequence[ResponseScore]) -> list[Episode]:
-    """The episodes with their scores."""
     return [replace(each, score=score) for each, score in zip(episodes, scores, strict=True)]
 
 

@@ -39,11 +39,8 @@ class Prompt(ComparedByValue):
 
     Args:
         uid: position in the data order, unique within a run; samples of one prompt share it.
-        token_ids: int32 ``[P]``, prompt tokens after chat template, filtering and truncation. Any
-            sequence of integers is converted.
+        token_ids: int32 ``[P]``, prompt tokens after chat template, filtering and truncation.
         data_source: name of the task or data set; selects the verifier.
-        ground_truth: the reference answer for the verifier.
-        text: the prompt as text, for tables.
         extra: other columns of the data row.
         verifier: the verifier of the prompt's source; None: that of the recipe or data source.
         messages: the conversation, with ``role`` and ``content`` in each message; empty if the
