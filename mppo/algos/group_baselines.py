@@ -25,11 +25,9 @@ class _Groups:
     count: int
 
     def sum(self, x_B: Tensor) -> Tensor:
-        """Sum over each member's group: float ``[B]``."""
         return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
 
     def max(self, x_B: Tensor) -> Tensor:
-        """Largest element of each member's group: float ``[B]``."""
         lowest = x_B.new_full((self.count,), -torch.inf)
         return lowest.scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
 

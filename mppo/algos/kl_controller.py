@@ -27,7 +27,6 @@ class KLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_sequences: int) -> None:
-        """Adapt the coefficient; a fixed one stays as it is."""
         if self.kind == "adaptive":
             self.coef = adapted_coefficient(
                 self.coef, current_kl, self.target_kl, num_sequences, self.horizon

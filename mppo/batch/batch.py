@@ -80,7 +80,6 @@ class Sequences:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences of the batch, on all ranks."""
         return len(self.lengths_B)
 
     @property
@@ -100,7 +99,6 @@ class Sequences:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds every sequence."""
         return bool((self.home_B < 0).all())
 
     def at_home(self, rank: int) -> Tensor:
@@ -147,7 +145,6 @@ class EpisodeIndex:
         return x_B.new_zeros(len(self.last_E)).index_add_(0, self.of_B, x_B)
 
     def sequences(self, episodes: Sequence[int]) -> list[int]:
-        """The sequences of some episodes, episode by episode."""
         if not self.has_branches:
             return self.last_E[torch.as_tensor(episodes, dtype=torch.int64)].tolist()
         found: list[list[int]] = [[] for _ in self.last_E]

@@ -151,7 +151,6 @@ class Episode(ComparedByValue):
 
     @property
     def length(self) -> int:
-        """Number of tokens after the prompt."""
         return sum(count for _, count in self.parts)
 
     @property
@@ -161,12 +160,10 @@ class Episode(ComparedByValue):
 
     @property
     def turns(self) -> int:
-        """Number of turns of the policy."""
         return 1 + sum(version == NO_WEIGHTS for version, _ in self.parts)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether more tokens are to be generated."""
         return self.finish_reason in ("abort", OPEN)
 
     def moved(self, home: int) -> Episode:
@@ -179,7 +176,6 @@ class Episode(ComparedByValue):
         return replace(self, home=home, tokens=None, result=None, earlier=earlier)
 
     def with_experts(self, experts: Tensor) -> Episode:
-        """This episode with the experts that its tokens were routed to."""
         tokens = replace(self.here, experts=experts)
         return replace(self, tokens=tokens, routed=tokens.routed)
 

@@ -21,7 +21,6 @@ class ComparedByValue:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # Python's way to say: not hashable
 
     def convert(self, name: str, dtype: torch.dtype) -> None:
-        """Make a field a tensor of this dtype on the CPU."""
         given = getattr(self, name)
         if not isinstance(given, Tensor) or given.dtype != dtype:
             object.__setattr__(self, name, torch.as_tensor(given, dtype=dtype))

@@ -44,7 +44,6 @@ class ResponseScore:
 
     @property
     def outcome(self) -> float:
-        """The outcome reward: the score without the token rewards."""
         return self.score - self.token_total
 
 

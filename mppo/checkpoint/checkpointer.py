@@ -263,7 +263,6 @@ class Checkpointer:
         metrics: Mapping[str, float],
         before: StepStart | None = None,
     ) -> SaveJob:
-        """Plan a save: this rank's shards and small files, and the manifest."""
         shards, counters = {}, {}
         for name, role in self.roles.items():
             counters[name] = role_counters(role)

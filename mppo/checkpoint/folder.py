@@ -49,7 +49,6 @@ def final_path(root: Path, step: int) -> Path:
 
 
 def partial_checkpoint(root: Path, step: int) -> Path:
-    """Path under which a step's checkpoint is built."""
     return root / f".global_step_{step}.partial"
 
 
@@ -59,7 +58,6 @@ def step_of(folder: Path) -> int | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Folders with a checkpoint's name, highest step first."""
     if not root.is_dir():
         return []
     found = [(step, p) for p in root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
@@ -67,7 +65,6 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, the last file of a checkpoint."""
     write_bytes(folder / MANIFEST, manifest_bytes(asdict(manifest)))
 
 

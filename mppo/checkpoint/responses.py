@@ -88,7 +88,6 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def _episode(file: Any, place: int, entry: Mapping[str, Any], home: int) -> Episode:
-    """A response without its tokens."""
     earlier = tuple((version, tokens) for version, tokens in entry["earlier"])
     last = entry["tokens"] - sum(tokens for _, tokens in earlier)
     prompt = Prompt(entry["uid"], file.get_tensor(f"{place}/prompt_ids"), "", "", "")

@@ -35,8 +35,6 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True)
 class Found:
-    """An intact checkpoint to resume from."""
-
     folder: Path
     manifest: Manifest
 

@@ -191,7 +191,6 @@ def _state_of(share: _Share, states, storages: MovedStorages) -> dict[str, Tenso
 def _pieces(
     share: _Share, parameter: Tensor, entry, tensors: dict[str, Tensor]
 ) -> list[ShardedTensor]:
-    """The share's state as rectangles of the stored tensors."""
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
     for leaf in leaves:

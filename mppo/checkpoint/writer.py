@@ -274,8 +274,6 @@ class SaveJob:
 
 
 class SaveThread:
-    """Runs one save at a time in the background."""
-
     def __init__(self) -> None:
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
@@ -301,7 +299,6 @@ class SaveThread:
         return None if self.busy else self.wait()
 
     def wait(self) -> SaveJob | None:
-        """Wait for the save in progress, if any, and return it."""
         if self._thread is None:
             return None
         self._thread.join()

@@ -26,7 +26,6 @@ class MovingAverage:
         update_moving_average_(self._averages, self._weights, self.decay)
 
     def of_parameters(self) -> dict[int, Tensor]:
-        """The averages by ``id`` of the parameter."""
         return {id(p): average for p, average in zip(self._weights, self._averages)}
 
     @contextmanager

@@ -149,7 +149,6 @@ def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
-    """The layers of every chunk in the format of ``pipeline_model_parallel_layout``."""
     if layers is None:
         return None
     chunks = [["decoder"] * count for count in layers]

@@ -46,7 +46,6 @@ def resume_steps(parts: Iterable[MegatronOptimizer], steps: int) -> None:
 
 
 def _holders(parts: Iterable[MegatronOptimizer]) -> Iterator[dict[str, Any]]:
-    """What holds the number of steps: parameter groups, or states in torch's AdamW."""
     for part in parts:
         if not isinstance(part.optimizer, HybridDeviceOptimizer):
             yield from part.optimizer.param_groups

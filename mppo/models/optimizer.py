@@ -108,7 +108,6 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
-    """Scale gradients whose norm is ``norm`` to at most ``max_norm``, as Megatron does."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1 and gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -210,7 +209,6 @@ class RoleOptimizer:
                     yield x
 
     def _chained(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers, also those without parameters on this rank."""
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def advance(self) -> float:
@@ -220,7 +218,6 @@ class RoleOptimizer:
         return self.learning_rate
 
     def resume_schedule(self, steps: int) -> None:
-        """Set the schedule to its state after ``steps`` PPO steps."""
         self.schedule.num_steps = steps
 
     @property

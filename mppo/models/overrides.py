@@ -123,7 +123,6 @@ def transformer_fields(is_mla: bool) -> frozenset[str]:
 
 
 def _recipe_key(role: RoleConfig, name: str) -> str | None:
-    """The recipe's key for a field; None if the recipe has none."""
     name = OTHER_NAMES.get(name, name)
     if "." in name:
         return name

@@ -99,7 +99,6 @@ class Role:
             freeze_parameters(self.stages, table, self.settings.freeze)
 
     def _prepare_routers(self) -> None:
-        """Freeze the routers if the recipe says so, and record or replay their expert choices."""
         settings = self.settings
         if settings.megatron.freeze_moe_router:
             for stage in self.stages:
@@ -120,7 +119,6 @@ class Role:
         return self.layout.tp if self.config.sequence_parallel else 1
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether the chunk of this rank is the last one of the model."""
         return self.groups.is_last_stage and chunk == self.layout.vpp - 1
 
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:

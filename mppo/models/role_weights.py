@@ -86,7 +86,6 @@ class RoleWeights:
             )
 
     def save_average(self, folder: Path) -> Path | None:
-        """Write the moving average; see :meth:`save`."""
         assert self.average is not None, "the role keeps no moving average"
         with self.average.in_place():
             return self.save(folder)

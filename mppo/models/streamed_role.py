@@ -71,7 +71,7 @@ class StreamedRole:
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """Does not start the mini-batch: a send may be about to follow."""
+        """The mini-batch does not start here: a send may be about to follow."""
         if self._running is not None and self._running.number == mini_batch:
             return self.role.message_buffer(self._running.microbatches[micro_batch])
         return self.role.message_buffer(self._cut_next()[micro_batch])
@@ -163,14 +163,12 @@ class StreamedRole:
         self._optimizer.wait_for_weights()
 
     def _start_once(self, number: int) -> _RunningMiniBatch:
-        """Return the state of mini-batch ``number``; the first call starts the mini-batch."""
         if self._running is None:
             self._running = self._start(number)
         assert self._running.number == number
         return self._running
 
     def _cut_next(self) -> list[MicroBatch]:
-        """Cut the mini-batch that starts next into this rank's micro-batches, once."""
         if self._next is None:
             with self.role.groups.active():
                 self._next = self.role.cut(self._mini_batches[0].batch, self._mini_batches[0].plan)

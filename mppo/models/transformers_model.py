@@ -73,7 +73,6 @@ def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
 
 
 def _has_grouped_product(config: PretrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product supports expert weights of these widths."""
     shape = model_shape(config)
     widths = (shape.hidden, shape.expert_ffn)
     return all(width * dtype.itemsize % _GROUPED_ALIGNMENT == 0 for width in widths)

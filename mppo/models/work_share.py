@@ -50,7 +50,6 @@ class PassMoves:
 
     @cached_property
     def shares(self) -> list[list[int]]:
-        """Sequences of each data-parallel rank, ascending."""
         return [sorted(i for part in parts for i in part) for parts in self.plan]
 
     def alike(self, by_stage: bool) -> list[tuple[int, int]]:

@@ -89,7 +89,6 @@ def name() -> str:
 
 
 def nbytes() -> int | None:
-    """Memory of this rank's GPU in bytes; None on the CPU."""
     return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else None
 
 
@@ -119,7 +118,6 @@ def _pci_address() -> str:
 
 
 def synchronize() -> None:
-    """Wait for the device's queued work; no effect on the CPU."""
     if is_cuda():
         torch.cuda.synchronize()
 

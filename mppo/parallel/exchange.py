@@ -151,8 +151,6 @@ def _unpacked(
 
 
 class _Pieces:
-    """Cuts tensors of concatenated sequences into sequences."""
-
     def __init__(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         self._numbers = list(numbers)
         bounds = pairwise(accumulate(lengths, initial=0))

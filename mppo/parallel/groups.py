@@ -106,12 +106,10 @@ class LayoutGroups:
         return dict(self._rng_states)
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace Megatron's random states, when a run is resumed."""
         self._rng_states = dict(states)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage."""
         return self.coordinates.pp == self.layout.pp - 1
 
     @property

@@ -44,7 +44,6 @@ class Fetched:
     event: Any = None
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the tensor, and return it."""
         if self.event is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
         return self.tensor

@@ -76,7 +76,6 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:

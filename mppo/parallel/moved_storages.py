@@ -165,6 +165,5 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 
 def _octets(place: _Moved, device: torch.device) -> Tensor:
-    """A storage's content as uint8 ``[nbytes]`` on the device."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=device)  # set_'s annotations differ
     return empty.set_(place.storage, 0, (place.nbytes,))

@@ -75,15 +75,12 @@ class StagedWork:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group of ranks that share a GPU."""
-
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # its stub lacks this form
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     @staticmethod
     def stages(tensor: Tensor) -> bool:
-        """Whether gloo gets a copy of a tensor."""
         return tensor.is_cuda
 
     @property

@@ -95,7 +95,6 @@ class RoleWork:
 
 
 def is_interleaved(roles: Sequence[RoleWork]) -> bool:
-    """Whether a role has several chunks on a stage."""
     return any(role.chunks > 1 for role in roles)
 
 

@@ -147,8 +147,6 @@ def _check_in_flight(
 
 
 class _BlockingRun:
-    """The state of all stages while they execute their lists."""
-
     def __init__(self, lists: StageLists) -> None:
         self._lists = lists
         self._next = [0] * len(lists)

@@ -58,8 +58,6 @@ def find_circle(
 
 @dataclass(frozen=True)
 class _Names:
-    """Descriptions of the events of every list."""
-
     lists: Sequence[Sequence[RankEvent]]
     ranks: Sequence[int]
 
@@ -103,7 +101,6 @@ class _Graph:
         return number
 
     def edge(self, first: int, then: int) -> None:
-        """Let a node wait for another one."""
         self.following[first].append(then)
         self.missing[then] += 1
 
@@ -247,7 +244,6 @@ class _Issue:
                 self._host_wait(place, self._tails.values())
 
     def _awaited(self, event: RankEvent) -> Collection[int]:
-        """What a wait waits for."""
         if event.whole_device:
             return self._tails.values()
         if event.until is not None:

@@ -142,7 +142,6 @@ def _phase_of(
 
 
 def _wait(arriving: Arriving | None, recorder: Recorder | None) -> Tensor | None:
-    """The message of a pass; None if the list has no receive for it."""
     if arriving is None:
         return None
     with nullcontext() if recorder is None else recorder.waiting():

@@ -128,5 +128,4 @@ class _Greedy:
 
 
 def _reached(time: int | None, now: int) -> bool:
-    """Whether a time, None while it is unknown, has come."""
     return time is not None and time <= now

@@ -96,7 +96,6 @@ class Links:
         return start(message, rank, group=getattr(self._groups, group))
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
         self._release(self._outputs, 0)
         self._release(self._gradients, 0)
 

@@ -115,8 +115,6 @@ class _Meeting:
 
 
 class _Meetings:
-    """All communications so far, by communicator and in order."""
-
     def __init__(self) -> None:
         self._all: dict[Hashable, list[_Meeting]] = {}
         self._joined: dict[Hashable, int] = {}
@@ -138,8 +136,6 @@ class _Meetings:
 
 
 class _Rank:
-    """A rank, and how far it has come."""
-
     def __init__(
         self, rank: int, events: Sequence[RankEvent], rules: Rules, meetings: _Meetings
     ) -> None:
@@ -193,7 +189,6 @@ class _Rank:
         return last is not None and last.missing > 0
 
     def _start(self, at: int, event: RankEvent, ready: list[_Rank]) -> bool:
-        """Start a communication, or let it follow the communicator's last one."""
         kind, group, here, peer = event.kind, (event.group, event.on_host), self._rank, event.peer
         if event.batch:
             return False

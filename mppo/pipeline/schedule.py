@@ -229,5 +229,4 @@ def _with_early_receives(lists: StageLists) -> StageLists:
 
 
 def _position(actions: Sequence[Action], norm: int) -> int:
-    """Index of the "norm" with a number in a stage's list."""
     return [at for at, action in enumerate(actions) if action.kind == "norm"][norm]

@@ -112,8 +112,6 @@ def simulate(
 
 
 class _Run:
-    """The state of a simulation: clock and progress of every stage."""
-
     def __init__(self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]) -> None:
         self._entries, self._roles, self.orders = stream.entries, roles, orders
         self._stages = stages = len(orders)

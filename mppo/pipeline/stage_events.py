@@ -39,8 +39,6 @@ def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[RankEve
 
 
 class _Stage:
-    """The host of one stage."""
-
     def __init__(self, stage: int, stages: int, chunks: int) -> None:
         self._stage, self._stages = stage, stages
         self._events: list[RankEvent] = []

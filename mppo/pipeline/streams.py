@@ -149,7 +149,6 @@ def _stream(
     after: _After,
     together: bool = True,
 ) -> Stream:
-    """Make the stream in which the micro-batches follow each other in the given order."""
     entries: list[StreamEntry] = []
     backward: list[int] = []
     slots = list(micro_batches)

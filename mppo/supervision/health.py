@@ -77,11 +77,9 @@ class HealthMonitor:
         return None
 
     def silent(self, rank: int, seconds: float) -> str:
-        """Describe a rank whose last heartbeat is ``seconds`` old."""
         return f"no heartbeat for {seconds:.0f} s from {self._describe(rank)}"
 
     def lost(self, rank: int) -> str:
-        """Describe a rank whose connection broke."""
         return f"lost the connection to {self._describe(rank)}"
 
     def _describe(self, rank: int) -> str:

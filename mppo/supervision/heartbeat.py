@@ -257,7 +257,6 @@ class Heartbeat:
         self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
 
     def _forward_stop(self) -> None:
-        """Forward a stop request to all ranks, whichever rank got the signal."""
         if self._stop_forwarded:
             return
         if stop_request.is_requested():

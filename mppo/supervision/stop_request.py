@@ -79,12 +79,10 @@ def on_request(callback: Callable[[], None] | None) -> None:
 
 
 def patience_s() -> float:
-    """Seconds after a request until the launcher kills the process."""
     return _stop.patience_s
 
 
 def is_requested() -> bool:
-    """Whether this rank has received a request."""
     return _stop.requested_at is not None
 
 

@@ -66,7 +66,6 @@ def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """Build the recipe's controller."""
     return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
 
 
@@ -190,7 +189,6 @@ def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
 
 
 def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    """Whiten advantages over the batch or over each prompt's group."""
     mask_T, cu_seqlens, unbiased = (
         batch.response_mask_T,
         batch.cu_seqlens,
@@ -224,7 +222,6 @@ def _advantages(
     earlier_E: Tensor,
     baseline_scores_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute unwhitened advantages and returns by the recipe's estimator."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:

@@ -220,7 +220,6 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
 
 
 def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[Episode]:
-    """The episodes of a dump's sequences; those of an episode follow each other."""
     found: dict[int, list[Episode]] = {}
     for number, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
         found.setdefault(number if row.episode is None else row.episode, []).append(sequence)
@@ -231,7 +230,6 @@ def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[E
 
 
 def _score(row: SequenceRow, token_rewards: Sequence[float]) -> ResponseScore:
-    """What scoring found of a response of a dump."""
     return ResponseScore(
         row.score,
         row.numbers,

@@ -259,7 +259,6 @@ class RunFolder:
         return moved, [name for name in pages if moved and (self.path / name).exists()]
 
     def _keep_foreign(self) -> None:
-        """Rename files with the names of reports in a folder that no run has written to."""
         for name in (*_PAGES, STATUS, RECIPE):
             if (self.path / name).exists():
                 self._say(f"kept {set_aside(self.path / name)}")
@@ -316,7 +315,6 @@ def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = (
 
 
 def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
-    """Find initial models that this run would overwrite."""
     trainer = recipe.trainer
     outputs = {
         recipe.exported_role: trainer.export_hf,

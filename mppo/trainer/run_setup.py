@@ -194,7 +194,6 @@ def _report_prompts(
 def _load_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptSet, PromptSet, PromptLoader]:
-    """Load training and validation prompts, and the loader of training batches."""
     data = recipe.data
     with phase("loading prompts"):
         training = load_prompts(data, tokenizer, "train", recipe.rollout.tool_schemas)

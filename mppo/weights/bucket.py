@@ -115,5 +115,4 @@ def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Round up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment

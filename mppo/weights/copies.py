@@ -80,7 +80,6 @@ def folded(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
 
 
 def _joined(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
-    """Join runs that are adjacent in both buffers."""
     found: list[BufferCopy] = []
     for copy in sorted(copies, key=lambda copy: copy.target):
         if found and _is_adjacent(found[-1], copy):

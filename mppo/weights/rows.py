@@ -55,7 +55,6 @@ class Row:
 
 
 def model_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """The rows of a model."""
     names = hf_names(shape.model_type)
     rows = _embeddings(shape, names)
     matrices = _mla_attention(shape, names) if shape.mla else _attention(shape, names)

@@ -103,7 +103,6 @@ def _slot(
 
 
 def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_expert: int) -> None:
-    """Check that every entry of this stage's layers has exactly one slot."""
     held = [slot.entry.name for slot in slots]
     if len(set(held)) != len(held):
         twice = next(name for name in held if held.count(name) > 1)

@@ -111,7 +111,6 @@ class BlockAttention:
         return scores
 
     def _slope(self, scores: Tensor) -> Tensor | float:
-        """Derivative of the soft-capped scores by the raw ones; 0 for masked keys."""
         if self.softcap is None:
             return 1.0
         return 1 - (scores.clamp(min=-self.softcap) / self.softcap).square()
@@ -142,7 +141,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_token(x: Tensor, rows: int, heads: int) -> Tensor:
-    """The inverse of :func:`_by_group`, without the cast."""
     return x.view(rows, heads, -1, x.shape[-1]).transpose(1, 2)
 
 

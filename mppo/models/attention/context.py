@@ -17,14 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """This rank's place in its context-parallel group."""
-
     size: int
     rank: int
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The two chunks of every sequence that this rank holds."""
         return self.rank, 2 * self.size - 1 - self.rank
 
 

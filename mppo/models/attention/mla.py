@@ -18,7 +18,7 @@ class PublishedMLA(MLASelfAttention):
     Megatron builds the norms of the down-projected queries and of the down-projected keys and
     values with ``config.layernorm_epsilon``; the published models use another epsilon (see
     ``mppo.models.families.architectures.MLA_NORM_EPSILON``). No other module inside MLA reads that
-    field, so all of them, and Transformer Engine's, are built with a changed copy of it.
+    field, so all of them, also Transformer Engine's, get a changed copy of the configuration.
 
     For sequences in Transformer Engine's format, Megatron reads their lengths from the GPU four
     times in every layer, to select the rotary angles. Here the projections receive the original

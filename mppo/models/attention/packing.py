@@ -70,7 +70,6 @@ class Packing(PackedSeqParams):
     routing: MicroRouting | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the model reads."""
         found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.slots,
                  self.logits_to_keep]  # fmt: skip
         found += [x for rows in self.attention_rows for x in (rows.gather, rows.inverse)]

@@ -84,8 +84,6 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Ring:
-    """Forward and backward pass of ring attention."""
-
     split: ContextSplit
     block: BlockAttention
     group: dist.ProcessGroup
@@ -142,7 +140,6 @@ class _Ring:
                     yield index, q_part, k_part, offset
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, source: int, sums: _Sums) -> None:
-        """Merge attention on a rank's keys and values into ``sums``."""
         for index, q_part, k_part, offset in self._blocks(source):
             chunk = self.split.rows[index].chunk_of
             more = self.block.forward(chunk(q, q_part), chunk(k, k_part), chunk(v, k_part), offset)

@@ -188,7 +188,6 @@ def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 
 def _with_sigmoid_router(family: FamilyConfig, hf_config: Any, shape: ModelShape) -> FamilyConfig:
-    """The family with DeepSeek-V3's mixture of experts."""
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok

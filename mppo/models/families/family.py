@@ -96,7 +96,6 @@ def family_of(
 
 
 def _norm_epsilon(hf_config: Any, shape: ModelShape) -> float:
-    """The epsilon of the norms; that of OPT is fixed in its code."""
     if shape.like == "opt":
         return 1e-5
     return required(hf_config, "layer_norm_eps" if shape.biases else "rms_norm_eps")

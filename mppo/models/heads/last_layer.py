@@ -36,7 +36,6 @@ class LastLayer(TransformerLayer):
 
 
 def _kept(arguments: dict[str, Any]) -> Tensor | None:
-    """``Packing.logits_to_keep`` among the arguments of a layer."""
     params = arguments["packed_seq_params"]
     return getattr(params, "packing", params).logits_to_keep
 

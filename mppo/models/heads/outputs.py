@@ -52,7 +52,6 @@ def tensors_of(outputs: HeadOutputs) -> list[Tensor]:
 
 
 def map_outputs(outputs: HeadOutputs, function: Callable[[Tensor], Tensor]) -> HeadOutputs:
-    """The same outputs with ``function`` applied to each tensor."""
     return type(outputs)(*map(function, tensors_of(outputs)))
 
 
@@ -73,7 +72,6 @@ def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
 
 
 def num_outputs(head: Head, with_full_kl: bool, with_squares: bool) -> int:
-    """The number of tensors in the outputs of a head."""
     if head == "value":
         return 1
     return 4 if with_squares else 2 + with_full_kl

@@ -119,7 +119,6 @@ class RoleHead:
         return rows_t.index_select(0, keep)
 
     def _value_outputs(self, raw_NK: Tensor, microbatch: MicroBatch) -> ValueOutputs:
-        """Values, and for a loss the logits of their histogram, from the value head's outputs."""
         histogram = self._role.histogram
         rows_Nk, has_logits = raw_NK, False
         if histogram is not None:

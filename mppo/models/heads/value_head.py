@@ -40,7 +40,6 @@ class ValueHead(torch.nn.Module):
 
 
 def initial_std(init: ValueHeadInit, hf_config: Any) -> float:
-    """Standard deviation of a new value head's weights."""
     if init == "initializer_range":
         return getattr(hf_config, "initializer_range", INITIALIZER_RANGE)
     if init == "inverse_hidden":

@@ -189,7 +189,6 @@ class Router(TopKRouter):
         return (counts * self.topk / choices.square().clamp_min(1.0))[sequence_n]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count tokens for the update of the expert bias, without padding."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             real_n = self._local(self.packing.origin, len(routing_map)) >= 0
             self.local_tokens_per_expert += (routing_map & real_n[:, None]).sum(0)

@@ -114,7 +114,6 @@ def _scaled_layout(section: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 
 def _replace_models(twin: dict[str, Any], recipe: Recipe, configs: ModelConfigs) -> None:
-    """Put small models of the same families in the place of all that are not embedded ones."""
     twin["model"].pop("hub", None)
     for name in ("model", "critic", "ref", "reward_model"):
         section = twin.get(name) or {}

@@ -107,7 +107,6 @@ def _finished(recipe: Recipe) -> RunResult:
 
 
 def _gate_held(run: Run) -> bool | None:
-    """Whether the gate of a value pretraining held, said on the first rank."""
     gate = run.roles.gate
     if gate is None or run.checkpoints.stopped_early:
         return None

@@ -61,7 +61,6 @@ class _MiniBatchObjective(Generic[Targets]):
         return {index: position for position, index in enumerate(self.sequences)}
 
     def _select(self, indices: Sequence[int]) -> Targets:
-        """Targets of a micro-batch, whose sequences are given as indices of the batch."""
         return select_targets(self._on_device, [self._position[index] for index in indices])
 
 

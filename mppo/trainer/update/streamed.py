@@ -146,7 +146,6 @@ def _schedule(
     planned: dict[str, list[PlannedMiniBatch]],
     batch: Batch,
 ) -> Schedule:
-    """Make the schedule of the planned mini-batches; it is the same on every rank."""
     costs = [_pass_cost(update, planned[update.role.name], batch) for update in updates]
     work = []
     for update, cost in zip(updates, costs, strict=True):

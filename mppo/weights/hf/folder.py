@@ -167,7 +167,6 @@ class HFFolder:
         self.bytes_read += done
 
     def _stretch(self, stored: StoredTensor, dim: int, start: int, length: int) -> Tensor:
-        """Map a slice of a tensor, and count its bytes as read."""
         part = self._view(stored).narrow(dim, start, length)
         self.bytes_read += part.nbytes
         return part

@@ -87,7 +87,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
-    """Check an entry of a header; the file's data starts at byte ``begin``."""
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, places = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:

@@ -136,7 +136,6 @@ def _slice_plan(found: dict[tuple[int, int], list[Piece]]) -> SlicePlan:
 def _pieces(
     reshard: Reshard, shape: ModelShape, request: SliceRequest, dtype: torch.dtype
 ) -> Iterator[tuple[int, int, Piece]]:
-    """An entry's pieces, each with its training rank and its rollout rank."""
     entry, dim = reshard.entry, reshard.entry.cut_dim
     ranks = [(rank, len(engine)) for engine in request.hosts for rank in range(len(engine))]
     for move in reshard.moves:

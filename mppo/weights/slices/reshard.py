@@ -194,7 +194,6 @@ def _moves(
 
 
 def _elements_per_row(entry: Entry) -> int:
-    """Elements per index of the cut dimension."""
     shape, count = entry.row.shapes[0], 1
     for dim, length in enumerate(shape):
         if dim != entry.cut_dim:

@@ -126,7 +126,6 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _tensor(
     key: Any, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], _Place]
 ) -> GlobalTensor | None:
-    """Read the entry of a tensor; None for another object."""
     if type(key) is not str:
         raise pickle.UnpicklingError("a key is not a text")
     if type(entry) is Record and entry.name == "BytesStorageMetadata":

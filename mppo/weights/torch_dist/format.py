@@ -119,8 +119,6 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
 
 
 class _Slice(io.RawIOBase):
-    """A chunk's archive as a seekable file."""
-
     def __init__(self, stream: BinaryIO, chunk: Chunk) -> None:
         self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
         self._position = 0
@@ -216,7 +214,6 @@ class ChunkFiles:
         self._sizes = [len(self._nothing)]
 
     def take(self, nbytes: int) -> tuple[Path, int]:
-        """Reserve ``nbytes``; return file and offset."""
         if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
             self._sizes.append(0)
         begin = self._sizes[-1]
@@ -227,7 +224,6 @@ class ChunkFiles:
         return self._folder / f"__{number}_0.distcp"
 
     def empty_object_place(self) -> tuple[Path, int, int]:
-        """Return file, offset and length of the empty object."""
         return self._file(0), 0, len(self._nothing)
 
     def files(self) -> dict[Path, tuple[bytes, int]]:

@@ -114,7 +114,6 @@ class CheckpointReader:
         return self._located[chunk]
 
     def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """Group a key's chunks by their leading indices."""
         if key not in self._boxes:
             groups: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.checkpoint[key].chunks:

@@ -151,8 +151,6 @@ class _Tensors(LoadShardedStrategy):
 
 
 class _Boxes:
-    """The chunks of a tensor, with a search by position."""
-
     def __init__(self, tensor: GlobalTensor) -> None:
         self.tensor = tensor
 
@@ -163,7 +161,6 @@ class _Boxes:
         return begin, begin + sizes
 
     def overlapping(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
-        """Return the chunks that overlap a box."""
         if not self.tensor.chunks or not math.prod(sizes):
             return []
         begin, end = self._bounds
