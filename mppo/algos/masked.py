@@ -29,9 +29,8 @@ def _unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gather:
-    """How the holders of some sequences' tokens learn numbers of all sequences: ``sequences`` maps
-    ``[H, ...]`` of those held to ``[B, ...]`` of all, ``values`` concatenates the holders'
-    ``[N]``."""
+    """How holders of some sequences' tokens learn numbers of all sequences: ``sequences`` maps
+    ``[H, ...]`` of those held to ``[B, ...]`` of all, ``values`` concatenates their ``[N]``."""
 
     sequences: Callable[[Tensor], Tensor] = _unchanged
     values: Callable[[Tensor], Tensor] = _unchanged
@@ -99,8 +98,7 @@ def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct values ``[G]`` ascending, each element's index among them ``[N]``, and counts
-    ``[G]``."""
+    """Distinct values ``[G]`` ascending, each element's index in them ``[N]``, counts ``[G]``."""
     found = _unique(x_N, return_inverse=True, return_counts=True)
     return cast("tuple[Tensor, Tensor, Tensor]", found)
 

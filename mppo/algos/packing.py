@@ -32,8 +32,7 @@ def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Te
 
 
 def select_sequences(x_T: Tensor, cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """Tokens of the selected sequences, concatenated in the order of ``indices``; repeats are
-    allowed."""
+    """Tokens of the selected sequences, end to end in the order of ``indices``; repeats count."""
     bounds = cu_seqlens.cpu().numpy()
     chosen = torch.as_tensor(indices, dtype=torch.int64).cpu().numpy()
     # copies of whole sequences take a fraction of the time of an index for every token

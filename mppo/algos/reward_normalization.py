@@ -20,8 +20,7 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """``(x - mean) / divisor``, numbers or float64 ``[B]``, for scores and for the baselines
-    compared with them."""
+    """``(x - mean) / divisor``, numbers or float64 ``[B]``, for scores and their baselines."""
 
     mean: float | Tensor
     divisor: float | Tensor

@@ -72,8 +72,7 @@ def icepop(weight_T: Tensor, upper: float, lower: float) -> Tensor:
 def normalize_weights(
     weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str, gather: Gather = ALONE
 ) -> Tensor:
-    """Divide by the batch's mean weight: over tokens, or over sequences (``level``); unchanged if
-    every weight is 0."""
+    """Divide by the batch's mean weight, over tokens or sequences (``level``), unless all are 0."""
     moments_B = sequence_moments(weight_T, mask_T, cu_seqlens, with_range=False)
     moments_B = gather.sequences(moments_B)
     mean = merged_moments(moments_B).mean
@@ -144,8 +143,7 @@ def _over_sequences(
 
 
 def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
-    """``mask_T`` without the sequences that have a token of ``exp(d) < threshold``, such as
-    1e-4."""
+    """``mask_T`` without the sequences with a token of ``exp(d) < threshold``, such as 1e-4."""
     catastrophic_T = (log_ratio_T < math.log(threshold)) & (mask_T > 0)
     vetoed_B = sequence_sum(catastrophic_T.to(mask_T.dtype), cu_seqlens) > 0
     return mask_T * (~expand_to_tokens(vetoed_B, cu_seqlens))

@@ -202,6 +202,5 @@ class Batch(Sequences):
 
 
 def no_token_rewards(mask_T: Tensor) -> Tensor:
-    """``Batch.token_rewards_T`` where no token has a reward: zeros that take no memory per
-    token."""
+    """``Batch.token_rewards_T`` where no token has a reward: zeros without memory per token."""
     return mask_T.new_zeros(()).expand_as(mask_T)

@@ -61,8 +61,8 @@ class EpisodeTokens(ComparedByValue):
     """The tokens of an episode after its prompt.
 
     Args:
-        ids: int32 ``[L]``, generated tokens, the stop token included when one was generated, and
-            an environment's tokens between them.
+        ids: int32 ``[L]`` (any sequence is converted, as of ``logprobs``), generated tokens, the
+            stop token included when one was generated, and an environment's tokens between them.
         logprobs: float32 ``[L]``, log-probability of each token under the distribution it was
             sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature); 0 for
             an environment's tokens.

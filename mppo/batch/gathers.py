@@ -46,8 +46,7 @@ def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
 
 
 def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange, as float64
-    ``[B, ...]``."""
+    """Gather tensors ``[H, ...]`` of the sequences held in one exchange: float64 ``[B, ...]``."""
     columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
     rows_B = gather.sequences(torch.cat(columns, 1))
     parts = rows_B.split([column.shape[1] for column in columns], dim=1)

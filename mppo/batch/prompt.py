@@ -38,7 +38,8 @@ class Prompt(ComparedByValue):
 
     Args:
         uid: position in the data order, unique within a run; samples of one prompt share it.
-        token_ids: int32 ``[P]``, prompt tokens after chat template, filtering and truncation.
+        token_ids: int32 ``[P]`` (any sequence is converted), after chat template, filtering and
+            truncation.
         data_source: name of the task or data set; selects the verifier.
         extra: other columns of the data row.
         verifier: the verifier of the prompt's source; None: that of the recipe or data source.

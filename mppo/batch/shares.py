@@ -28,8 +28,7 @@ _UNEVEN = 1.5
 def pack_at_home(
     episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
 ) -> Batch:
-    """Pack scored episodes where their tokens are (``pack_episodes``), with the sequences'
-    homes."""
+    """Pack scored episodes where their tokens are (``pack_episodes``), and set their homes."""
     batch = pack_episodes(episodes, end_slots_below, bootstraps)
     if group_size() == 1:
         return batch

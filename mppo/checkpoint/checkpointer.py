@@ -240,8 +240,7 @@ class Checkpointer:
         return clock, signalled or limit
 
     def _prepare(self, building: Path) -> str | None:
-        """Flush the logs and create the folders; return the error, the same on every rank, or
-        None."""
+        """Flush the logs and create the folders; return the error, or None, equal on every rank."""
         error = None
         if self._rank == 0:
             try:

@@ -135,8 +135,7 @@ def _wrong_entry(manifest: Manifest) -> str | None:
 
 
 def read_verified(folder: Path) -> Manifest:
-    """Read a manifest and compare all files with it; Damaged if one differs, else as
-    ``read_manifest``."""
+    """Compare all files with the manifest; raises as ``read_manifest``, or Damaged for a file."""
     manifest = read_manifest(folder)
     disk.check_sizes(folder, manifest.files)
     disk.check_contents(folder, manifest.files)

@@ -32,8 +32,7 @@ def file_of_rank(rank: int) -> str:
 def to_bytes(held: EpisodesBySample) -> bytes:
     """Serialise the partial responses of a rank. For response r the file has ``r/prompt_ids`` and
     ``r/response_ids`` (int64), ``r/logprobs`` (float32, as in a batch) and, if known,
-    ``r/routed_experts`` (int16 ``[tokens, layers, k]``); all other fields are a JSON table in the
-    header."""
+    ``r/routed_experts`` (int16 ``[tokens, layers, k]``); other fields are JSON in the header."""
     tensors: dict[str, Tensor] = {}
     table = []
     for row, ((uid, sample), response) in enumerate(held.items()):

@@ -102,8 +102,7 @@ def _agreed(candidates: list[Path]) -> list[Path]:
 
 
 def first_problem(folder: Path, files: Files) -> str | None:
-    """Compare a folder's files with their entries, a share per rank; return the first problem, or
-    None. Collective."""
+    """The first problem of a folder's files, of which each rank compares a share. Collective."""
     mine = None
     try:
         check_sizes(folder, files)
@@ -120,8 +119,7 @@ def check_models(
     manifest: Manifest,
     roles: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Raise ConfigError if a role is missing in a checkpoint, or its model differs from this
-    run's."""
+    """Raise ConfigError if a role is missing in a checkpoint, or its model is not this run's."""
     fix = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
     for role, mine in roles.items():
         if role not in manifest.roles:
@@ -138,8 +136,7 @@ def check_models(
 
 
 def _check_readable(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
-    """Read ``resume_from_path`` in advance, before the run's own folder is changed; ConfigError if
-    it cannot be read."""
+    """Read ``resume_from_path`` before the run's own folder is changed; ConfigError if it fails."""
     try:
         for role in manifest.roles:
             read_checkpoint(candidate / role)

@@ -148,8 +148,7 @@ def _with_average(entry, average: Tensor):
 
 @dataclass(frozen=True)
 class _Share:
-    """The range ``start`` to ``stop`` of the flattened parameter that this rank's optimizer
-    updates."""
+    """The range of a flattened parameter that this rank's optimizer updates."""
 
     parameter: Tensor
     main: Tensor
@@ -233,9 +232,8 @@ def _is_sharded(entry: Any) -> bool:
 
 
 def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
-    """Load a role's weights and optimizer, in any layout, from its part of a checkpoint, with the
-    ``role_counters`` of the run that saved it; InputError if that is damaged or lacks tensors.
-    Collective."""
+    """Load a role's weights and optimizer, in any layout, with the ``role_counters`` of the run
+    that saved it. InputError: the checkpoint is damaged or lacks tensors. Collective."""
     with role.groups.active(), torch.no_grad():
         state = sharded_state(role)
         averages = {

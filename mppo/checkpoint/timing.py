@@ -54,8 +54,8 @@ class SaveTiming:
         return self.longest_save_s or self.checkpoint_bytes / _BYTES_PER_S
 
     def describe_stopping(self, done: int, patience_s: float) -> str:
-        """The line that tells the user how long stopping takes, ``patience_s`` before the launcher
-        kills the processes, after ``done`` steps."""
+        """The line that tells the user how long stopping takes, after ``done`` steps and
+        ``patience_s`` seconds before the launcher kills the processes."""
         if not self.trainer.save_on_signal:
             return "stopping without a checkpoint (trainer.save_on_signal=false)"
         if not done:

@@ -67,8 +67,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 @dataclass
 class PlannedShards:
     """This rank's part of one role's distributed checkpoint. The first rank has ``metadata`` of all
-    shards, and writes the ``common`` state. A bucket is one file: (path, name, (byte items, tensor
-    items))."""
+    shards, and writes ``common``. Buckets are files: (path, name, (byte items, tensor items))."""
 
     folder: Path
     writer: filesystem_async.FileSystemWriterAsync

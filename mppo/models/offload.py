@@ -106,8 +106,7 @@ def offloaded_activations(
 ) -> Iterator[None]:
     """Move tensors that autograd saves in this context to host memory until the backward pass needs
     them; not the module's parameters and buffers. ``ahead`` bytes (None: ``AHEAD``) stay on the
-    device, or are brought back early. On the CPU the moves are copies within host memory, which
-    only tests use."""
+    device, or are brought back early. On the CPU, which only tests use, these are plain copies."""
     kept = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
     of_pass = _Pass(copier, kept, AHEAD if ahead is None else ahead)
     with torch.autograd.graph.saved_tensors_hooks(of_pass.pack, of_pass.unpack):

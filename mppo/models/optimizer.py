@@ -82,8 +82,7 @@ def wrap_in_ddp(
 
 @dataclass(frozen=True)
 class PendingNorm:
-    """A gradient's norm on its way: ``squares`` has one sum for each set of ranks that shares
-    parameters."""
+    """A gradient's norm on its way: ``squares`` by sets of ranks that share parameters."""
 
     squares: list[torch.Tensor]
     works: list[dist.Work]

@@ -236,9 +236,8 @@ class Role:
 
 @dataclass
 class PendingStatistics:
-    """Loss and statistics of a mini-batch while ranks sum them. ``totals``, float64
-    ``[2 + statistics]`` (CPU), are the number of ranks that want to end the update early, loss,
-    statistics."""
+    """Loss and statistics of a mini-batch while ranks sum them: float64 ``[2 + statistics]`` (CPU),
+    the number of ranks that want to end the update early, loss, statistics."""
 
     role: Role
     names: tuple[str, ...]

@@ -59,8 +59,7 @@ class RoleWeights:
         return parameter_table(model_shape(self._hf_config)).projection_entry().hf[0]
 
     def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Gather the current weights as complete tensors under Hugging Face names, in buckets.
-        Collective."""
+        """Gather the current weights as complete Hugging Face tensors, in buckets. Collective."""
         with self._groups.active():
             if bucket_bytes not in self._streams:
                 self._streams[bucket_bytes] = WeightStream(

@@ -52,9 +52,8 @@ from mppo.supervision.phase import tick
 
 
 class Stage(GPTModel):
-    """A chunk of the model; the last one ends in normalised hidden states, not in logits. It holds
-    ``output_layer`` (policy) or ``value_head``, which ``mppo.models.heads`` applies to some tokens
-    at a time."""
+    """A chunk of the model; the last one ends in normalised hidden states, and holds
+    ``output_layer`` or ``value_head``, which ``mppo.models.heads`` applies to some tokens."""
 
     def __init__(
         self, *args, head: Head, family: FamilyConfig, value_bins: int = 1, **kwargs

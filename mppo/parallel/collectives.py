@@ -61,9 +61,8 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
 
 def wait_for_ranks(world: int) -> None:
     """Wait until all ``world`` ranks of the default group have made this call. Collective. There is
-    no time limit: use it where ranks arrive at very different times, as after generation. A
-    collective would fail after the process group's timeout. If a rank never arrives, the heartbeat
-    ends the job."""
+    no time limit: use it where ranks arrive at very different times, as after generation, where a
+    collective would time out. If a rank never arrives, the heartbeat ends the job."""
     if world == 1:
         return
     group = distributed_c10d._get_default_group()

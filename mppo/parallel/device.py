@@ -134,9 +134,9 @@ _EXPANDABLE = "expandable_segments:True"
 @contextmanager
 def exportable_memory() -> Iterator[None]:
     """Allocate device memory that another process may open, in this context. CUDA IPC shares
-    allocations of the driver; memory in expandable segments is shared by ``pidfd_getfd``, which
-    many containers forbid. torch's allocator takes no free block of such a segment while they are
-    off."""
+    allocations of the driver; expandable segments, which are off here, are shared by
+    ``pidfd_getfd``, which many containers forbid. torch's allocator then takes no free block of
+    such a segment."""
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any(_EXPANDABLE in os.environ.get(name, "") for name in variables)
     if not (is_cuda() and expandable):

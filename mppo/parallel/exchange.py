@@ -176,8 +176,7 @@ def _tokens(numbers: Iterable[int], lengths: Sequence[int]) -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a CPU tensor over all ranks in place; exact where at most one rank has a number other
-    than 0. Collective."""
+    """Sum a CPU tensor over all ranks in place; exact if at most one has a nonzero. Collective."""
     if group_size() > 1:
         dist.all_reduce(values)
     return values

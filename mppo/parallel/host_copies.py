@@ -51,9 +51,8 @@ class Fetched:
 
 class HostCopier:
     """Copies tensors of one device to host memory and back, on a stream of its own; on the CPU
-    copies complete at once. All copies run in the order of the calls. Therefore a copy may reuse
-    host memory whose last copy back to the device has not completed. The host waits for none of
-    them."""
+    copies complete at once. All copies run in the order of the calls, so a copy may reuse host
+    memory whose last copy back is not complete. The host waits for none of them."""
 
     def __init__(self, device: torch.device, slab_bytes: int = _SLAB) -> None:
         self._on_gpu, self._slab_bytes = device.type != "cpu", slab_bytes

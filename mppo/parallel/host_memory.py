@@ -21,8 +21,7 @@ def host_memory() -> tuple[int, str]:
 
 
 def cgroup_limit(root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of this process's cgroup and its parents below ``root``; None
-    without one."""
+    """The smallest memory limit of this process's cgroup and its parents; None without one."""
     found: list[int] = []
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

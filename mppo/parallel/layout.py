@@ -88,9 +88,8 @@ class Layout:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
 
     def bubble_fraction(self, microbatches: int) -> float:
-        """Idle fraction of the pipeline under 1F1B (``vpp`` 1) or interleaving. ``(pp - 1) / vpp``
-        idle forward-backward slots for ``microbatches`` slots of work (Narayanan et al. 2021,
-        section 2.2)."""
+        """Idle fraction of the pipeline under 1F1B (``vpp`` 1) or interleaving: ``(pp - 1) / vpp``
+        idle forward-backward slots for ``microbatches`` of work (Narayanan et al. 2021, 2.2)."""
         idle = (self.pp - 1) / self.vpp
         return idle / (microbatches + idle)
 

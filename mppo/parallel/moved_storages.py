@@ -117,8 +117,7 @@ class MovedStorages:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Allocate the storages on the device and start to copy their content back; ``wait`` comes
-        before their use."""
+        """Allocate the storages on the device, start to copy back; ``wait`` before their use."""
         if not self._moved:
             return
         places = list(self._moved.values())

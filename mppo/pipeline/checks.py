@@ -53,8 +53,7 @@ def checked_schedule(
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise ScheduleFault if ``check_lists`` does, or the stages could wait for each other for
-    ever."""
+    """Raise ScheduleFault if ``check_lists`` does, or stages could wait for each other for ever."""
     check_lists(schedule)
     hang = hang_of(schedule.lists, schedule.roles)
     if hang is not None:

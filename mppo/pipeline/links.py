@@ -52,9 +52,8 @@ class Links:
 
     def _connect(self) -> None:
         """Exchange one number with each neighbour in each direction. The first message between two
-        ranks creates their connection, which may block until both ranks call it. If the first
-        message of a list blocked there, a neighbour could wait for another message of this rank
-        meanwhile."""
+        ranks creates their connection, which may block until both call it. If the first message of
+        a list blocked there, a neighbour could meanwhile wait for another message of this rank."""
         number = torch.zeros(1, device=device.device())
         arriving = []
         for wraps in (False, True) if self._has_wrap else (False,):

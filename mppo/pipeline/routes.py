@@ -16,8 +16,7 @@ MessageKind = Literal["receive_input", "receive_gradient", "send_output", "send_
 
 class Route(NamedTuple):
     """The way of a message: its direction's process group, and the stage at the other end. Messages
-    around the pipeline's end have groups of their own, because with two stages they connect the
-    same two ranks."""
+    around the pipeline's end have groups of their own: of two stages, the same two ranks."""
 
     group: MessageGroup
     peer: int

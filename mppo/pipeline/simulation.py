@@ -55,8 +55,7 @@ class Simulation:
 @dataclass(frozen=True)
 class Step:
     """An optimizer step of a stream: index of the entry with the mini-batch's last backward pass,
-    and of the first one whose forward pass needs the step (the number of entries if there is
-    none)."""
+    and of the first whose forward pass needs the step (the number of entries if none does)."""
 
     role: int
     mini_batch: int
@@ -105,9 +104,8 @@ def stage_order(
 def simulate(
     stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]
 ) -> Simulation | None:
-    """Simulate a stream on a pipeline, by the orders of its stages. None if the stages would wait
-    for each other for ever, which orders of ``stage_order`` do for some roles with different
-    numbers of chunks."""
+    """Simulate a stream on a pipeline; None if the stages would wait for each other for ever, which
+    orders of ``stage_order`` do for some roles with different numbers of chunks."""
     return _Run(stream, roles, orders).result()
 
 

@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """Run ``action`` on the first rank; return its result, or raise its ConfigError, on every rank.
-    Collective."""
+    """The result of ``action`` on the first rank, or its ConfigError, on every rank. Collective."""
     result: T | None = None
     issues: tuple[ConfigIssue, ...] = ()
     source = ""

@@ -15,9 +15,8 @@ _LARGEST_GAP = 3
 
 
 class AwakeClock:
-    """A clock that pauses while this process is stopped (SIGSTOP); while it runs, ``now`` is called
-    every ``tick_s``. With a plain clock, a continued process would mistake its own pause for the
-    others' silence."""
+    """A clock that pauses while this process is stopped (SIGSTOP); else ``now`` is called every
+    ``tick_s``. A continued process would mistake its own pause for the others' silence."""
 
     def __init__(self, tick_s: float) -> None:
         self._gap_s = _LARGEST_GAP * tick_s

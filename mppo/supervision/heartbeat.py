@@ -85,8 +85,7 @@ class CleanupDeadline:
         self._left.set()
 
     def begin(self, on_timeout: Callable[[], None]) -> None:
-        """Start the clock; ``on_timeout`` is called in a thread if this context is not left in
-        time."""
+        """Start the clock; a thread calls ``on_timeout`` if the context is not left in time."""
 
         def wait() -> None:
             if not self._left.wait(self.limit_s):

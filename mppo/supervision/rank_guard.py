@@ -77,8 +77,7 @@ class RankGuard:
         os.close(reader)
 
     def set_limit(self, silence_s: float) -> None:
-        """Set the longest stop by ``silence_s``, after which the heartbeat counts a rank as
-        dead."""
+        """Set the longest stop from the seconds after which the heartbeat counts a rank as dead."""
         self._tell(f"{silence_s + AFTER_HEARTBEAT_S}")
 
     def watch_other_nodes(self) -> None:
@@ -97,8 +96,7 @@ class RankGuard:
             watch.start()
 
     def met(self) -> None:
-        """Tell the guard that all ranks have met: from here on they notice by themselves if this
-        one ends."""
+        """Tell the guard that all ranks have met: they notice by themselves if this one ends."""
         self._tell(_MET)
 
     def _tell(self, word: str) -> None:
@@ -116,8 +114,7 @@ def start_guarded() -> tuple[LaunchInfo, RankGuard]:
 
 
 def main(arguments: list[str]) -> int:
-    """Guard a rank until it ends, given process ids of the rank and of its launcher, and its
-    name."""
+    """Guard a rank until it ends: process ids of the rank and of its launcher, the rank's name."""
     rank, launcher, name = int(arguments[0]), int(arguments[1]), arguments[2]
     command = _read(Path(f"/proc/{rank}/cmdline"))
     limit_s, clock, stopped_since = STARTING_S, AwakeClock(_POLL_S), dict[int, float]()

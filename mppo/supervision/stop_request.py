@@ -39,8 +39,7 @@ _REPORT_BEFORE_KILL_S = 2.0
 
 
 class StepInterrupted(Exception):
-    """All ranks interrupt the PPO step; ``half_done``: optimizers have already taken some
-    updates."""
+    """All ranks interrupt the PPO step; ``half_done``: it has already taken some updates."""
 
     def __init__(self, half_done: bool = False) -> None:
         self.half_done = half_done
@@ -118,8 +117,7 @@ def overdue() -> bool:
 
 
 def raise_if_due() -> None:
-    """Raise StepInterrupted if the step would outlast the limit. All ranks must then reach a
-    ``sync``."""
+    """Raise StepInterrupted if the step would outlast the limit; all ranks must then ``sync``."""
     if due():
         raise StepInterrupted
 

@@ -78,8 +78,7 @@ def reward_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def current_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> float:
-    """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats.
-    Collective."""
+    """KL for the KL controller: mean over sequences of the mean over tokens (nats). Collective."""
     batch = outputs.batch
     kl_T = reward_kl(outputs, algorithm)
     kl_H = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)

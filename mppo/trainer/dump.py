@@ -124,8 +124,7 @@ def replay_folders(replay: str) -> list[Path]:
 def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
     """Read the responses and scores of a dumped step instead of generating them. Collective. Step s
     trains on the s-th dump, and begins again with the first after the last. Returns the responses,
-    shared out, and the metrics of scoring. InputError: the dump is damaged, or does not suit the
-    recipe."""
+    shared out, and metrics of scoring. InputError: the dump is damaged or not the recipe's."""
     replayed = str(run.recipe.trainer.replay)
     folders = replay_folders(replayed)
     if not folders:

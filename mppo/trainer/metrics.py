@@ -71,8 +71,7 @@ def plugin_number(name: str, found: Any, metrics: Mapping[str, float]) -> float:
 @dataclass(frozen=True)
 class StepData:
     """What the metrics of a step are computed from. Tensors ``[B]`` are of all sequences, those
-    ``[T]`` of the sequences that this rank holds; ``gather_of`` brings numbers of one per sequence
-    together."""
+    ``[T]`` of the sequences held here; ``gather_of`` brings numbers per sequence together."""
 
     scored: Batch
     outputs: Outputs
@@ -224,9 +223,8 @@ def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
 
 
 def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[str, float]:
-    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old in a step. Only
-    of a batch with tokens of several ages, and absent for an age whose returns are all equal.
-    Collective."""
+    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old. Collective. Only
+    of a batch with tokens of several ages, and absent for an age whose returns are all equal."""
     if not recipe.algorithm.uses_critic:
         return {}
     old, returns_T, bound = experience.old, experience.returns_T, recipe.rollout.max_staleness
@@ -389,8 +387,7 @@ def reward_metrics(
     greedy: Sequence[Episode],
 ) -> dict[str, float]:
     """``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and
-    a count such as ``reward/timeouts`` for each reason why responses, also greedy ones, were not
-    scored."""
+    counts such as ``reward/timeouts`` of responses, also greedy ones, that were not scored."""
     numbers = mean_numbers(episodes)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
     everything = [*episodes, *greedy]

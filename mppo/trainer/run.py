@@ -39,8 +39,7 @@ class PendingRollout:
 @contextmanager
 def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
     """Inside the context the weights that an export reads are on the device. If they come from host
-    memory, the engine releases its memory before; it gets the weights again when it next
-    generates."""
+    memory, the engine releases its own before, and gets the weights again for generation."""
     if roles.placement.moves_weights:
         engine.sleep()
     with roles.placement.sending_weights():

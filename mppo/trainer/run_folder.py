@@ -199,8 +199,7 @@ class RunFolder:
             on_first_rank(lambda: check_history(path / METRICS))
 
     def warm_start(self) -> Path | None:
-        """Return the warm start of the checkpoint's run; None without one. ConfigError: its files
-        are damaged."""
+        """The warm start of the checkpoint's run, or None. ConfigError: its files are damaged."""
         if self.found is None:
             return None
         folder = self.found.folder.parents[1] / WARM_START

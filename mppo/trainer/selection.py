@@ -46,9 +46,8 @@ def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
 
 
 def informative_sequences(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """Select the sequences whose group's scores are not all equal, and groups of one: int64
-    indices, ascending (dynamic sampling of DAPO, https://arxiv.org/abs/2503.14476; verl
-    ``filter_groups``)."""
+    """Select the sequences whose group's scores are not all equal, and groups of one: int64,
+    ascending (DAPO, https://arxiv.org/abs/2503.14476; verl ``filter_groups``)."""
     _, index_B, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
     lowest = scores_B.new_full((len(counts),), torch.inf)
     lowest = lowest.scatter_reduce(0, index_B, scores_B, "amin")

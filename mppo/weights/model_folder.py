@@ -53,8 +53,7 @@ def weights_folder(path: str | Path) -> Path:
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it; InputError
-    without one."""
+    """``path`` or the latest iteration under it that has ``.metadata``; InputError without one."""
     path = Path(path)
     if (path / ".metadata").exists():
         return path

@@ -48,8 +48,7 @@ class Groups(Protocol):
 @dataclass(frozen=True)
 class Unit:
     """Entries that must be in the same bucket, all on one pipeline stage. ``expert`` is a local
-    expert index: the unit holds that expert of every expert-parallel rank. None: the unit holds no
-    experts."""
+    expert index: the unit holds that expert of every expert-parallel rank. None: no experts."""
 
     stage: int
     entries: tuple[Entry, ...]

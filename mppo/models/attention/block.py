@@ -35,9 +35,8 @@ class BlockAttention:
     softcap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Return the output ``[rows, queries, heads, value_dim]`` and the log-sum-exp of every
-        query's scores ``[rows, heads, queries]``; 0 and -inf for a query that sees none of the
-        keys."""
+        """Return the output ``[rows, queries, heads, value_dim]`` and the log-sum-exp of each
+        query's scores ``[rows, heads, queries]``; 0 and -inf for a query that sees no key."""
         if self._flash_fits(q, k, v, offset):
             return _flash_forward(q, k, v, offset == 0, self.scale)
         rows, queries, heads, _ = q.shape

@@ -27,9 +27,8 @@ class ContextPlace:
 
 @dataclass(frozen=True)
 class ContextRows:
-    """Sequences of one padded length and their range of the local tokens, which begins at
-    ``start``: first the first chunks of all rows, ``chunk`` tokens each, then their second
-    chunks."""
+    """Sequences of one padded length; their local tokens begin at ``start``: first the first chunks
+    of all rows, ``chunk`` tokens each, then their second chunks."""
 
     start: int
     rows: int

@@ -1,5 +1,4 @@
-"""MLA: the epsilon of its inner norms, rotary angles per token, and tensor parallelism without
-Transformer Engine."""
+"""MLA: epsilon of inner norms, angles per token, tensor parallelism without Transformer Engine."""
 
 from __future__ import annotations
 

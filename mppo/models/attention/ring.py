@@ -57,10 +57,9 @@ def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
 def merge_attention(
     out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention on two sets of keys into attention on both.
-    ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = sum_i exp(lse_i - lse) out_i``, for outputs
-    ``[rows, queries, heads, dim]`` and log-sum-exps ``[rows, heads, queries]``; ``lse`` is
-    finite."""
+    """Merge attention on two sets of keys, outputs ``[rows, queries, heads, dim]`` with
+    log-sum-exps ``[rows, heads, queries]``: ``lse = log(exp(lse_1) + exp(lse_2))``,
+    ``out = sum_i exp(lse_i - lse) out_i``; ``lse`` is finite."""
     total = torch.logaddexp(lse, more_lse)
     shares = [(x - total).exp().transpose(1, 2)[..., None] for x in (lse, more_lse)]
     return out * shares[0] + more * shares[1], total

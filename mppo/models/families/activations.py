@@ -35,9 +35,8 @@ def activation_key(hf_config: Any) -> str:
 
 def activation_name(hf_config: Any) -> str:
     """The name of the activation, a key of ``ACTIVATIONS``; ValueError if it is not supported.
-    Gemma's ``hidden_act: gelu`` denotes the tanh form that its authors trained with: their
-    checkpoints were published with that key, and later code ignores it unless ``hidden_activation``
-    is set."""
+    Gemma's ``hidden_act: gelu`` denotes the tanh form that its authors trained with and published
+    so; later code ignores it unless ``hidden_activation`` is set."""
     key = activation_key(hf_config)
     name = getattr(hf_config, key, None)
     if family_like(hf_config) == "gemma" and key == "hidden_act" and name == "gelu":

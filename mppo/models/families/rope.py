@@ -24,8 +24,7 @@ LLAMA3_FIXED = {
 
 def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Translate the rotary settings of multi-head and grouped-query attention into arguments for
-    ``GPTModel``, and attributes of the config object; ValueError where Megatron has no
-    equivalent."""
+    ``GPTModel``, and attributes of the config; ValueError where Megatron has no equivalent."""
     rope = _checked(hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
     part = rope.get("partial_rotary_factor", 1.0)

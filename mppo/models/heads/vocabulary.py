@@ -216,8 +216,7 @@ def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
 
 
 def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
-    """Gather the value head's outputs ``[t, bins]`` over the tensor-parallel ranks:
-    ``[T, bins]``."""
+    """Gather the value head's ``[t, bins]`` over the tensor-parallel ranks: ``[T, bins]``."""
     if not sequence_parallel:
         return values
     return tensor_parallel.gather_from_sequence_parallel_region(

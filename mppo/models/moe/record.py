@@ -63,8 +63,7 @@ class RoutingRecord:
 def record_of(
     batch: Sequences, plan: MicroBatchPlan, experts: Tensor, numbers: Sequence[int], place: int
 ) -> RoutingRecord:
-    """Make a record of this rank's sequences ``numbers`` of a plan, whose ``experts`` are
-    ``[T', L, k]``."""
+    """Make a record of this rank's sequences of a plan, whose ``experts`` are ``[T', L, k]``."""
     digests = sequence_digests(batch).tolist()
     holder: dict[int, int] = {}
     for rank, parts in enumerate(plan):

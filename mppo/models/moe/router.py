@@ -89,8 +89,7 @@ class Router(TopKRouter):
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)
 
     def prepare(self, row: int, losses: AuxiliaryLoss) -> LayerLoad:
-        """Connect the router, ``row`` among the rank's MoE layers, to its role; return the
-        counters."""
+        """Connect the router, ``row`` among this rank's MoE layers, to its role."""
         self.row = row
         self.losses = losses
         self.load = LayerLoad(self.num_experts, self.weight.device)

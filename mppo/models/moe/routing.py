@@ -164,9 +164,9 @@ class RoleRouting:
             microbatch.packing.routing = routing
 
     def move_expert_biases(self) -> None:
-        """Move the biases towards an even load, by the last pass with gradient; collective.
-        ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), the same on all ranks of a
-        pipeline stage."""
+        """Move the biases towards an even load, by the last pass with gradient:
+        ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), equal in a stage.
+        Collective."""
         rate = self._config.moe_router_bias_update_rate
         if rate == 0 or not self._biased:
             return

@@ -12,8 +12,7 @@ import torch
 from mppo.safety.input_error import InputError
 
 _LEAST_DRIVER = {12: 525, 13: 580}
-"""Oldest driver branch for a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version
-compatibility)."""
+"""Oldest driver branch for a major version of CUDA (NVIDIA, "CUDA Compatibility")."""
 _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of ``CUDA_VISIBLE_DEVICES`` that hide all GPUs on purpose."""
 _DEVICE_FILES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
@@ -21,8 +20,7 @@ _DEVICE_FILES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 
 def gpus_of_node(environ: Mapping[str, str] | None = None, files: Path = _DEVICE_FILES) -> int:
     """Number of GPUs that this process should be able to use: the larger of the device files
-    ``nvidia0``, ``nvidia1``, ... and ``SLURM_GPUS_ON_NODE``; 0 if ``CUDA_VISIBLE_DEVICES`` hides
-    them."""
+    ``nvidia0``, ... and ``SLURM_GPUS_ON_NODE``; 0 if ``CUDA_VISIBLE_DEVICES`` hides them."""
     environ = os.environ if environ is None else environ
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
         return 0
@@ -42,8 +40,7 @@ def driver_version(file: Path = _DRIVER) -> str:
 
 
 def driver_fault(driver: str, cuda: str | None) -> str:
-    """Say why a driver is too old for torch's CUDA, such as ``13.0``; empty if it is not, or if one
-    is unknown."""
+    """Why a driver is too old for torch's CUDA, such as ``13.0``; empty if not, or unknown."""
     if not driver or not cuda:
         return ""
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), 0)
@@ -64,8 +61,7 @@ def unusable_gpus(gpus: int, devices: int, driver: str, cuda: str | None) -> tup
 
 
 def check_gpus() -> None:
-    """Raise InputError if the node has GPUs that torch cannot use: the run would start on the
-    CPU."""
+    """Raise InputError if this node has GPUs that torch cannot use: the CPU would be used."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = gpus_of_node()
     fault = unusable_gpus(gpus, devices, driver_version(), torch.version.cuda)

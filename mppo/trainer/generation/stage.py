@@ -70,8 +70,7 @@ class DynamicSampling:
         self._informative += len(batch.group_B[chosen].unique())
 
     def result(self) -> tuple[Rollout, dict[str, float]]:
-        """Return the data to train on and its metrics; with ``filter_groups`` the groups whose
-        scores differ."""
+        """The data to train on (with ``filter_groups``, of groups of differing scores); metrics."""
         everything = _joined(self._found)
         episodes = everything.episodes
         metrics = reward_metrics(episodes, everything.greedy)
@@ -104,8 +103,7 @@ def _joined(parts: Sequence[Rollout]) -> Rollout:
 
 
 def roll_out(run: Run, step: int, last: bool) -> Rollout:
-    """Generate and score responses to the next batch of prompts. ``last``: training then begins.
-    Collective."""
+    """Generate and score responses to the next prompts, the step's ``last`` or not. Collective."""
     with run.stage("gen", step):
         pending, run.ahead = run.ahead or submit(run, step, updates=0), None
         prompts, keys, episodes = collect(run, pending)

@@ -44,8 +44,7 @@ def checked_recipe(
 ) -> Recipe:
     """Load and check a recipe; the first rank prints remarks about it. ConfigError, ValueError: it
     cannot be run. ``world`` None: as many ranks as the recipe says. ``planned`` reads the models'
-    configs for a plan, whose models, data, packages and device need not be on this machine; None:
-    for a run here."""
+    configs for a plan, whose models, data, packages and device need not be on this machine."""
     remarks = unknown_variables(os.environ)
     is_planned = planned is not None
     recipe = load_checked(

@@ -90,8 +90,7 @@ def _read(
 def _verifier_issues(
     recipe: Recipe, key: str, source: SourceConfig, rows: Sequence[DataRow]
 ) -> Iterator[ConfigIssue]:
-    """A verifier that does not exist, and data sources without one, if nothing but rules can score
-    their responses."""
+    """A verifier that does not exist, and sources without one that nothing but rules can score."""
     named = {f"{key}.verifier": source.verifier, "reward.verifier": recipe.reward.verifier}
     for place, name in named.items() if recipe.reward.name == "rule" else ():
         if name and name not in register.verifier.names:

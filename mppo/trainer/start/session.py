@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunResult:
     """What a run has done: PPO steps, those of earlier starts included, and metrics of the last one
-    (empty if this start made none). ``gate_held`` is None unless a value pretraining reached its
-    end."""
+    (empty if this start made none). ``gate_held``: None unless a value pretraining has ended."""
 
     folder: Path
     steps: int

@@ -19,9 +19,8 @@ _CALLS = {"on_step": 2, "on_batch": 1, "on_end": 0}
 
 
 class Callbacks:
-    """Calls the user's callbacks, on every rank, in the order given: ``on_step(step, metrics)``,
-    ``on_batch(batch)``, ``on_end()``. InputError: an object has none, or one has other
-    parameters."""
+    """Calls the user's callbacks on every rank, in the order given: ``on_step(step, metrics)``,
+    ``on_batch(batch)``, ``on_end()``. InputError: an object has none, or other parameters."""
 
     def __init__(self, given: Sequence[object] = ()) -> None:
         self._given = tuple(given)

@@ -71,10 +71,10 @@ def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
-    """The actor's loss on a micro-batch of a mini-batch. ``sum_t w_t (importance_t pg_t -
-    entropy_coeff H_t + kl_loss_coef kl_t)``, and ``positive_nll_coef`` times the mean of
-    ``-log pi`` over the tokens of responses whose score is above 0. ``correction`` weighs the loss
-    ``reinforce``."""
+    """The actor's loss on a micro-batch of a mini-batch.
+    ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``, and
+    ``positive_nll_coef`` times the mean of ``-log pi`` over the tokens of responses whose score is
+    above 0. ``correction`` weighs the loss ``reinforce``."""
 
     actor: ActorConfig
     correction: RolloutCorrectionConfig

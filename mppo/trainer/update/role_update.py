@@ -39,8 +39,7 @@ class PlannedMiniBatch:
 class RoleUpdate:
     """The update of one role in one iteration. ``objective_of`` makes the objective of a mini-batch
     from its sequence indices and its plan; collective. So far it has taken ``seconds``, ``flops``
-    over all ranks, and ``tokens`` over all data-parallel ranks. ``peak_tflops`` is of one rank's
-    device."""
+    over all ranks, and ``tokens`` over all data-parallel ranks."""
 
     role: Role
     mini_batches: list[list[int]]

@@ -109,8 +109,7 @@ class StreamedUpdate:
         return True
 
     def finish(self) -> None:
-        """Wait for all weights, once the executor has completed all messages; raise the error of
-        ``on_steps``."""
+        """Wait for all weights, after the executor has ended; raise the error of ``on_steps``."""
         for work in self.work.values():
             work.finish()
         if self._error is not None:

@@ -9,8 +9,7 @@ from math import comb
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Probability that at least one of k samples is right: ``1 - C(n - c, k) / C(n, k)`` for c
-    right ones among n >= k. Unbiased for independent samples (Chen et al. 2021, arXiv
-    2107.03374)."""
+    right ones of n >= k; unbiased for independent samples (Chen et al. 2021, arXiv 2107.03374)."""
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 

@@ -124,8 +124,7 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
-    """Read everything except weights; ConfigError, ValueError if model, prompts or reward cannot be
-    used."""
+    """Read everything except weights; ConfigError, ValueError if a part cannot be used."""
     folder = resolve_model(recipe.model.path, seed=recipe.trainer.seed)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
@@ -159,8 +158,7 @@ def _run(
     arguments: argparse.Namespace,
     opponent: Opponent | None,
 ) -> None:
-    """Evaluate under supervision, print and write the results; AlreadyReported if it failed.
-    Collective."""
+    """Evaluate under supervision, print and write results, or raise AlreadyReported. Collective."""
     recipe = evaluation.recipe
     trainer = recipe.trainer
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s

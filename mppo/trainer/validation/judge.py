@@ -53,9 +53,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judgements:
-    """How often the evaluated model's answer was better (in both orders of a pair), or the other
-    (in both); every other pair with two verdicts is a tie, and those without are failures, with the
-    ``reason`` of most."""
+    """How often the evaluated model's answer was better in both orders of a pair, or the other; any
+    other pair with two verdicts is a tie, those without are failures, most for this ``reason``."""
 
     wins: int
     ties: int
@@ -131,8 +130,7 @@ def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judg
 
 
 def combined(ours_first: Verdict, theirs_first: Verdict) -> Verdict:
-    """The verdict on a pair from those of its two orders, with ours as A: a win if both say so,
-    else a tie."""
+    """The verdict on a pair, with ours as A: a win where both of its orders agree, else a tie."""
     swapped: dict[Verdict, Verdict] = {"A": "B", "B": "A", "C": "C"}
     return ours_first if ours_first == swapped[theirs_first] else "C"
 

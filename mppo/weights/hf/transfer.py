@@ -79,8 +79,7 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Copier:
-    """Reads sources and writes targets; holds open files and two buffers. A single row may exceed
-    ``buffer_bytes``."""
+    """Reads sources and writes targets by open files and two buffers; one row may be larger."""
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._buffer = np.empty(buffer_bytes, dtype=np.uint8)

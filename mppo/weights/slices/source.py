@@ -130,9 +130,8 @@ class SliceStream:
         return stored if entry.row.keep_fp32 else self.request.dtype
 
     def update(self, version: int, since: int | None) -> Iterator[SliceBucket]:
-        """Send the current weights and yield the messages for rollout ranks hosted here;
-        collective. ``since`` is the version that every rollout rank holds; None: none, or different
-        ones."""
+        """Send the current weights; yield the messages for rollout ranks hosted here. Collective.
+        ``since`` is the version that every rollout rank holds; None: none, or different ones."""
         known = self._kept.packed if since is not None and since == self._kept.version else {}
         # until this update is complete, nothing may be compared with half of it
         self._kept = _Kept()
@@ -254,8 +253,7 @@ class SliceStream:
 
 
 class SliceSource:
-    """A role's weights as slices on request; equal requests share one plan. Calls are
-    collective."""
+    """A role's weights as slices on request; equal requests share one plan. Collective calls."""
 
     def __init__(self, chunks: Sequence[Any], hf_config: Any, layout: Layout) -> None:
         self._chunks, self._hf_config, self._layout = chunks, hf_config, layout

@@ -170,8 +170,7 @@ def write_metadata(
     objects: Mapping[str, tuple[Path, int, int]],
     common: dict[str, Any],
 ) -> None:
-    """Write ``.metadata``, ``metadata.json`` and ``common.pt``; byte objects have file, offset and
-    length."""
+    """Write ``.metadata``, ``metadata.json``, ``common.pt``; objects: file, offset, length."""
     state, storage = {}, {}
     for key, tensor in tensors.items():
         boxes = [

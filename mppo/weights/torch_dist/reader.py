@@ -41,8 +41,7 @@ def value_bins(checkpoint: Mapping[str, GlobalTensor]) -> int:
 
 
 class CheckpointReader:
-    """Finds the entries of a parameter table in a ``torch_dist`` checkpoint; InputError as
-    ``model_prefix``."""
+    """Finds a parameter table's entries in a checkpoint; InputError as ``model_prefix``."""
 
     def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
         self.checkpoint, self.table = checkpoint, table
