@@ -24,17 +24,13 @@ def gae(
     """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t``.
 
     Args:
-        rewards_T: float ``[T]``.
-        values_T: value of the state before each token, float ``[T]``.
-        mask_T: float ``[T]``, 1 on response tokens; other tokens are skipped: ``t + 1`` is the next
-            masked token of the same sequence. V is 0 after a sequence's last masked token.
-        cu_seqlens: int64 ``[B + 1]``.
-        gamma: discount.
-        lam: GAE's lambda: one number, or float ``[B]``, one per sequence.
+        values_T: value of the state before each token.
+        mask_T: 1 on response tokens; other tokens are skipped: ``t + 1`` is the next masked token
+            of the same sequence. V is 0 after a sequence's last masked token.
+        lam: lambda: one number, or float ``[B]``, one per sequence.
 
     Returns:
-        Advantages, not whitened, float ``[T]``, 0 outside the mask. Returns are
-        ``advantages + values``.
+        Advantages, not whitened, 0 outside the mask. Returns are ``advantages + values``.
 
     Source: https://arxiv.org/abs/1506.02438; masked tokens as in verl
     ``compute_gae_advantage_return``.
@@ -57,15 +53,7 @@ def gae(
 
 
 def turn_starts(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """1 on the first token of every turn: of every run of masked tokens of a sequence.
-
-    Args:
-        mask_T: float ``[T]``, 1 on response tokens; 0 on an environment's tokens between turns.
-        cu_seqlens: int64 ``[B + 1]``.
-
-    Returns:
-        float ``[T]``.
-    """
+    """1 on the first token of every turn, a run of masked tokens of a sequence: float ``[T]``."""
     before_T = torch.zeros_like(mask_T)
     before_T[1:] = mask_T[:-1]
     starts = cu_seqlens[:-1]
@@ -85,16 +73,8 @@ def turn_gae(
     """:func:`gae` over turns: ``delta_k = R_k + gamma V_{k+1} - V_k``.
 
     R_k is the sum of the turn's rewards and V_k the value of the state before its first token. The
-    discount is per turn.
-
-    Args:
-        rewards_T, values_T, mask_T: float ``[T]``, as in :func:`gae`.
-        starts_T: float ``[T]``, 1 on the first token of each turn; a masked token belongs to the
-            turn that started last.
-        cu_seqlens, gamma, lam: as in :func:`gae`.
-
-    Returns:
-        float ``[T]``: on every token of a turn its advantage, 0 outside the mask.
+    discount is per turn. A masked token belongs to the turn that started last; every token of a
+    turn has its advantage, 0 outside the mask.
 
     Source: Turn-PPO, https://arxiv.org/abs/2512.17008.
     """
@@ -111,18 +91,9 @@ def turn_gae(
 
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
-    """``y_i = x_i + decay_i y_{i+1}``, with 0 after the last element.
-
-    A decay of 0 ends a segment. All blocks of 32 are scanned side by side, then the blocks' first
-    elements in the same way, recursively: O(N) work.
-
-    Args:
-        x_N: float ``[N]``.
-        decay_N: float ``[N]``.
-
-    Returns:
-        float ``[N]``.
-    """
+    """``y_i = x_i + decay_i y_{i+1}``, with 0 after the last element; a decay of 0 ends a segment.
+    All blocks of 32 are scanned side by side, then the blocks' first elements in the same way,
+    recursively: O(N) work."""
     n = len(x_N)
     if n == 0:
         return x_N.clone()
@@ -142,40 +113,21 @@ def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:
 
 
 def reward_to_go(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """``G_t = r_t + gamma G_{t+1}`` over the masked tokens; 0 outside the mask.
-
-    Args and shapes as in :func:`gae`.
-    """
+    """``G_t = r_t + gamma G_{t+1}`` over the masked tokens; 0 outside the mask."""
     return gae(rewards_T, torch.zeros_like(rewards_T), mask_T, cu_seqlens, gamma, 1.0)
 
 
 def length_adaptive_lambda(length_B: Tensor, alpha: float) -> Tensor:
-    """``lam_b = 1 - 1 / (alpha n_b)``, clamped to [0, 1]; 0 for an empty response.
-
-    Args:
-        length_B: response tokens of each sequence, ``[B]``.
-        alpha: a larger alpha gives a longer horizon.
-
-    Returns:
-        float64 ``[B]``: a power of a number that is nearly 1 needs its digits.
-
-    Source: VAPO, https://arxiv.org/abs/2504.05118.
-    """
+    """``lam_b = 1 - 1 / (alpha n_b)`` for n_b response tokens, clamped to [0, 1]; 0 for an empty
+    response. float64 ``[B]``: a power of a number that is nearly 1 needs its digits. Source: VAPO,
+    https://arxiv.org/abs/2504.05118."""
     scaled_B = (alpha * length_B.to(torch.float64)).clamp(min=1.0)
     return torch.where(length_B > 0, 1.0 - 1.0 / scaled_B, 0.0)
 
 
 def tokens_after(length_B: Tensor, episode_B: Tensor) -> Tensor:
-    """Tokens that an episode generated in the sequences after each of its sequences.
-
-    Args:
-        length_B: int64 ``[B]``, response tokens of each sequence.
-        episode_B: int64 ``[B]``, number of each sequence's episode, from 0 without gaps; an
-            episode's sequences are in order of time.
-
-    Returns:
-        int64 ``[B]``, 0 for the last sequence of an episode.
-    """
+    """Tokens that an episode generated in the sequences after each of its sequences, int64 ``[B]``.
+    Episodes have numbers from 0 without gaps, and their sequences are in order of time."""
     order_B = torch.argsort(episode_B, stable=True)
     ends_B = length_B[order_B].cumsum(0)
     last_E = torch.bincount(episode_B).cumsum(0) - 1
@@ -185,17 +137,8 @@ def tokens_after(length_B: Tensor, episode_B: Tensor) -> Tensor:
 
 
 def segment_credit(after_B: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """``(gamma lam_b)^N_b``: what is left of a segment's advantage after the later segments.
-
-    Args:
-        after_B: N, int64 ``[B]``, of :func:`tokens_after`.
-        gamma: discount.
-        lam: GAE's lambda of each segment: one number, or float ``[B]``.
-
-    Returns:
-        float64 ``[B]``, 1 for an episode's last segment.
-
-    Source: CompactionRL, https://arxiv.org/abs/2607.05378.
-    """
+    """``(gamma lam_b)^N_b``: what is left of a segment's advantage after the later segments, with N
+    of :func:`tokens_after`. float64 ``[B]``, 1 for an episode's last segment. Source: CompactionRL,
+    https://arxiv.org/abs/2607.05378."""
     base_B = torch.as_tensor(gamma * lam, dtype=torch.float64).expand(len(after_B))
     return base_B.pow(after_B)

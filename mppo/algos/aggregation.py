@@ -32,9 +32,6 @@ def aggregation_weights_T(
     - ``seq-mean-token-sum-norm``: ``1 / (S scale_factor)``
 
     Args:
-        mask_T: float32 ``[T]``, 1 on the tokens that count.
-        cu_seqlens: int64 ``[H + 1]``, of the sequences of these tokens.
-        mode: one of the above.
         scale_factor: for ``seq-mean-token-sum-norm``, in tokens. It is a constant of the run,
             so every batch weighs a token equally (Dr. GRPO, https://arxiv.org/abs/2503.20783).
         count_B: masked tokens of each response of the mini-batch ``[B]``; None: these sequences
@@ -42,13 +39,8 @@ def aggregation_weights_T(
         count_H: masked tokens of the response to which each sequence belongs ``[H]``; None: each
             sequence is a response.
 
-    Returns:
-        float32 ``[T]``, 0 outside the mask; all 0 for an empty mask.
-
-    Raises:
-        InputError: an unknown mode.
-
-    Source: verl ``agg_loss`` (responses without a masked token are ignored).
+    Returns float32 ``[T]``, 0 outside the mask. Source: verl ``agg_loss`` (responses without a
+    masked token are ignored).
     """
     count_H = sequence_sum(mask_T, cu_seqlens) if count_H is None else count_H
     count_B = count_H if count_B is None else count_B

@@ -38,14 +38,8 @@ def covariance(
 
 @dataclass(frozen=True)
 class MiniBatchTokens:
-    """The masked tokens of a mini-batch, of which this holder may have a part.
-
-    Args:
-        mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
-        position_H: int64 ``[H]``, position of each in the mini-batch.
-        gather: of the mini-batch.
-    """
+    """The masked tokens of a mini-batch, of which this holder may have a part; ``position_H`` is
+    the position of each sequence held in the mini-batch."""
 
     mask_T: Tensor
     cu_seqlens: Tensor
@@ -54,15 +48,11 @@ class MiniBatchTokens:
 
     @property
     def count(self) -> int:
-        """Number of masked tokens of the mini-batch."""
         return int(self._per_sequence(self.mask_T > 0).sum())
 
     def number(self, chosen_T: Tensor) -> tuple[Tensor, int]:
-        """Number the chosen tokens of the mini-batch in its order.
-
-        Returns:
-            int64 ``[T]``, the number of each chosen token, -1 for others; and how many there are.
-        """
+        """Number the chosen tokens of the mini-batch in its order: int64 ``[T]``, -1 for others;
+        and how many there are."""
         count_B = self._per_sequence(chosen_T)
         before_H = (count_B.cumsum(0) - count_B)[self.position_H]
         own_H = count_B[self.position_H]
@@ -78,18 +68,9 @@ class MiniBatchTokens:
 def covariance_band(
     covariance_T: Tensor, tokens: MiniBatchTokens, ratio: float, low: float, high: float, seed: int
 ) -> Tensor:
-    """Select masked tokens with ``low < cov < high`` at random (Clip-Cov).
-
-    Args:
-        covariance_T: float ``[T]``.
-        tokens: the masked tokens.
-        ratio: fraction of the masked tokens to select, at least one token.
-        low, high: bounds of the covariance.
-        seed: of the selection; equal seeds and inputs give equal selections on every rank.
-
-    Returns:
-        float ``[T]``, 1 on the selected tokens.
-    """
+    """Select a ``ratio`` of the masked tokens, at least one, at random from those with
+    ``low < cov < high`` (Clip-Cov): float ``[T]``, 1 on them. Equal seeds and inputs give equal
+    selections on every rank."""
     inside_T = (covariance_T > low) & (covariance_T < high) & (tokens.mask_T > 0)
     number_T, total = tokens.number(inside_T)
     count = min(max(int(ratio * tokens.count), 1), total)
@@ -98,16 +79,8 @@ def covariance_band(
 
 
 def covariance_top(covariance_T: Tensor, tokens: MiniBatchTokens, ratio: float) -> Tensor:
-    """Select the masked tokens of largest covariance (KL-Cov); of equal ones the first.
-
-    Args:
-        covariance_T: float ``[T]``.
-        tokens: the masked tokens.
-        ratio: fraction of the masked tokens to select, at least one token; 0 selects none.
-
-    Returns:
-        float ``[T]``, 1 on the selected tokens.
-    """
+    """Select a ``ratio`` of the masked tokens, at least one unless it is 0, of largest covariance
+    (KL-Cov), of equal ones the first: float ``[T]``, 1 on them."""
     total = tokens.count
     if ratio == 0 or total == 0:
         return torch.zeros_like(covariance_T)

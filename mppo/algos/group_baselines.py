@@ -25,11 +25,9 @@ class _Groups:
     count: int
 
     def sum(self, x_B: Tensor) -> Tensor:
-        """Sum over each member's group: float ``[B]``."""
         return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
 
     def max(self, x_B: Tensor) -> Tensor:
-        """Largest element of each member's group: float ``[B]``."""
         lowest = x_B.new_full((self.count,), -torch.inf)
         return lowest.scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
 
@@ -59,14 +57,8 @@ def group_std(scores_B: Tensor, group_B: Tensor) -> Tensor:
 def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     """``(R - mean) / (std + 1e-6)``, or ``R - mean`` (Dr. GRPO). Group of one: mean 0, std 1.
 
-    Args:
-        scores_B: float ``[B]``.
-        group_B: int64 ``[B]``.
-        by_std: divide by the group's unbiased standard deviation; the constant keeps a group of
-            equal scores finite (and 0).
-
-    Returns:
-        float ``[B]``.
+    With ``by_std``, the unbiased deviation; the constant keeps a group of equal scores finite (and
+    0).
 
     Source: https://arxiv.org/abs/2402.03300; Dr. GRPO https://arxiv.org/abs/2503.20783; verl
     ``compute_grpo_outcome_advantage``.
@@ -76,19 +68,9 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
 
 def gdpo(parts_BK: Tensor, group_B: Tensor, weight_K: Tensor, by_std: bool) -> Tensor:
-    """``sum_k w_k A_k`` with :func:`grpo`'s advantage A_k of each part of the reward.
-
-    Args:
-        parts_BK: float ``[B, K]``, the parts of each response's reward.
-        group_B: int64 ``[B]``.
-        weight_K: float ``[K]``.
-        by_std: see :func:`grpo`.
-
-    Returns:
-        float ``[B]``, before whitening.
-
-    Source: https://arxiv.org/abs/2601.05242; verl ``compute_gdpo_outcome_advantage``.
-    """
+    """``sum_k w_k A_k`` with :func:`grpo`'s advantage A_k of each part ``[B, K]`` of the reward,
+    before whitening. Source: https://arxiv.org/abs/2601.05242; verl
+    ``compute_gdpo_outcome_advantage``."""
     parts = [grpo(part_B, group_B, by_std) for part_B in parts_BK.unbind(1)]
     return torch.stack(parts, 1) @ weight_K.to(parts_BK.dtype)
 
@@ -96,15 +78,8 @@ def gdpo(parts_BK: Tensor, group_B: Tensor, weight_K: Tensor, by_std: bool) -> T
 def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     """``R - second largest R of the group`` for the best response, 0 for all others: pass@k.
 
-    Two best responses of equal score have 0 too, and so has a group of one.
-
-    Args:
-        scores_B: float ``[B]``.
-        group_B: int64 ``[B]``.
-        by_std: divide by the group's unbiased standard deviation + 1e-6.
-
-    Returns:
-        float ``[B]``.
+    Two best responses of equal score have 0 too, and so has a group of one. With ``by_std``,
+    divided by the group's unbiased standard deviation + 1e-6.
 
     Source: https://arxiv.org/abs/2503.19595; verl ``compute_grpo_passk_outcome_advantage``.
     """
@@ -118,20 +93,16 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
 
 def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """``R - mean of the others = n / (n - 1) (R - mean)``. Group of one: ``R``.
-
-    Source: https://arxiv.org/abs/2402.14740; verl ``compute_rloo_outcome_advantage``.
-    """
+    """``R - mean of the others = n / (n - 1) (R - mean)``. Group of one: ``R``. Source:
+    https://arxiv.org/abs/2402.14740; verl ``compute_rloo_outcome_advantage``."""
     size_B = _groups(group_B, scores_B).size_B
     factor_B = torch.where(size_B > 1, size_B / (size_B - 1).clamp(min=1.0), 1.0)
     return factor_B * (scores_B - group_mean(scores_B, group_B))
 
 
 def rloo_vectorized(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """``(n R - sum) / (n - 1)``, equal to :func:`rloo`, but 0 for a group of one.
-
-    Source: verl ``compute_rloo_vectorized_outcome_advantage``.
-    """
+    """``(n R - sum) / (n - 1)``, equal to :func:`rloo`, but 0 for a group of one. Source: verl
+    ``compute_rloo_vectorized_outcome_advantage``."""
     size_B = _groups(group_B, scores_B).size_B
     return torch.where(size_B > 1, rloo(scores_B, group_B), 0.0)
 
@@ -148,10 +119,7 @@ def mean_baseline(scores_B: Tensor, group_B: Tensor) -> Tensor:
 def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
     """``R - sum(n_i R_i) / sum(n_i)``: a length-weighted baseline. Group of one: ``R``.
 
-    Args:
-        scores_B: float ``[B]``.
-        group_B: int64 ``[B]``.
-        length_B: response tokens, float ``[B]``; a group of empty responses has baseline 0.
+    A group of empty responses has baseline 0.
 
     Source: https://arxiv.org/abs/2505.23585; verl ``compute_opo_outcome_advantage``.
     """
@@ -161,22 +129,15 @@ def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
 
 
 def gpg(scores_B: Tensor, group_B: Tensor, f_norm: float = 1.0) -> Tensor:
-    """``alpha (R - mean) / f_norm``, ``alpha`` = responses / responses of nonzero score.
-
-    Source: https://arxiv.org/abs/2504.02546; verl ``compute_gpg_outcome_advantage``.
-    """
+    """``alpha (R - mean) / f_norm``, ``alpha`` = responses / responses of nonzero score. Source:
+    https://arxiv.org/abs/2504.02546; verl ``compute_gpg_outcome_advantage``."""
     alpha = len(scores_B) / (scores_B != 0).sum().clamp(min=1)
     return alpha * mean_baseline(scores_B, group_B) / f_norm
 
 
 @dataclass(frozen=True)
 class OutcomeOptions:
-    """Options of some estimators.
-
-    Args:
-        by_std: for grpo and grpo_passk: divide by the group's standard deviation.
-        f_norm: for gpg: the divisor.
-    """
+    """Options: divide by the group's standard deviation (grpo, grpo_passk); divisor of gpg."""
 
     by_std: bool = True
     f_norm: float = 1.0

@@ -26,22 +26,9 @@ LOW_VAR_KL_LIMIT = 10.0
 def kl_estimate(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, full_kl_T: Tensor | None = None
 ) -> Tensor:
-    """Per-token KL by name (see the table above).
-
-    Args:
-        logprobs_T: policy's log-probability of the sampled token, float ``[T]``.
-        ref_logprobs_T: reference's, float ``[T]``.
-        kind: a name of the table, with or without ``+``.
-        full_kl_T: needed for ``full``: the KL over the whole vocabulary, float ``[T]`` (nats).
-
-    Returns:
-        float ``[T]`` (nats).
-
-    Raises:
-        InputError: an unknown name, or ``full`` without ``full_kl_T``.
-
-    Source: verl ``kl_penalty``.
-    """
+    """Per-token KL (nats) by name, with or without ``+`` (see the table above; verl
+    ``kl_penalty``). ``full`` needs the KL over the whole vocabulary, ``full_kl_T``; without it, or
+    for an unknown name, InputError."""
     name = kind.removesuffix("+")
     d_T = logprobs_T - ref_logprobs_T
     if name in ("kl", "k1"):
@@ -72,16 +59,8 @@ def kl_estimate(
 
 
 def full_kl(logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
-    """KL(policy || reference) over the vocabulary: ``sum_v p_v (log p_v - log q_v)``.
-
-    Args:
-        logits_TV: policy's logits over the whole vocabulary, float ``[T, V]``; -inf is allowed
-            where the policy gives no probability.
-        ref_logits_TV: reference's, ``[T, V]``.
-
-    Returns:
-        float ``[T]`` (nats), not negative.
-    """
+    """KL(policy || reference) over the vocabulary, ``sum_v p_v (log p_v - log q_v)``, float ``[T]``
+    (nats), not negative; -inf is allowed where the policy gives no probability."""
     log_z_T = torch.logsumexp(logits_TV, dim=-1)
     ref_log_z_T = torch.logsumexp(ref_logits_TV, dim=-1)
     return full_kl_shard(logits_TV, ref_logits_TV, log_z_T, ref_log_z_T).clamp(min=0.0)
@@ -90,17 +69,8 @@ def full_kl(logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
 def full_kl_shard(
     logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor
 ) -> Tensor:
-    """One vocabulary shard's summand of :func:`full_kl`.
-
-    Args:
-        logits_TV: policy's logits of this shard, float ``[T, V / tp]``.
-        ref_logits_TV: reference's, same shape.
-        log_z_T: policy's log-sum-exp over the whole vocabulary, float ``[T]``.
-        ref_log_z_T: reference's.
-
-    Returns:
-        float ``[T]``.
-    """
+    """One vocabulary shard's summand of :func:`full_kl`, from logits ``[T, V / tp]`` and the
+    log-sum-exps over the whole vocabulary ``[T]``."""
     log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
     log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
     p_TV = log_p_TV.exp()
@@ -110,15 +80,8 @@ def full_kl_shard(
 def full_kl_shard_grad(
     logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor, kl_T: Tensor
 ) -> Tensor:
-    """Gradient of :func:`full_kl` by this shard's policy logits: ``p (log p - log q - KL)``.
-
-    Args:
-        logits_TV, ref_logits_TV, log_z_T, ref_log_z_T: as in :func:`full_kl_shard`.
-        kl_T: the KL, summed over all shards, float ``[T]``.
-
-    Returns:
-        float ``[T, V / tp]``.
-    """
+    """Gradient of :func:`full_kl` by this shard's policy logits, ``p (log p - log q - KL)``: float
+    ``[T, V / tp]``; ``kl_T`` is summed over all shards."""
     log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
     log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
     p_TV = log_p_TV.exp()

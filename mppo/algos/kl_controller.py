@@ -8,12 +8,7 @@ def adapted_coefficient(
 ) -> float:
     """``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``.
 
-    Args:
-        coef: the coefficient now.
-        current_kl: the batch's KL (nats).
-        target_kl: target of the KL (nats).
-        num_sequences: ``n``, sequences since the last call.
-        horizon: time constant of the adaptation, in sequences.
+    KL and target in nats; ``n`` and the horizon (time constant of the adaptation) in sequences.
 
     Source: https://arxiv.org/abs/1909.08593; verl ``AdaptiveKLController``.
     """
@@ -22,14 +17,8 @@ def adapted_coefficient(
 
 
 class KLController:
-    """Keeps the coefficient between steps.
-
-    Args:
-        kind: ``fixed`` or ``adaptive``.
-        kl_coef: the (initial) coefficient.
-        target_kl: target of the KL (nats), for ``adaptive``.
-        horizon: time constant of the adaptation, in sequences, for ``adaptive``.
-    """
+    """Keeps the coefficient between steps, ``fixed`` or ``adaptive``
+    (:func:`adapted_coefficient`)."""
 
     def __init__(self, kind: str, kl_coef: float, target_kl: float, horizon: int) -> None:
         self.kind = kind
@@ -38,14 +27,12 @@ class KLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_sequences: int) -> None:
-        """Adapt the coefficient; a fixed one stays as it is."""
         if self.kind == "adaptive":
             self.coef = adapted_coefficient(
                 self.coef, current_kl, self.target_kl, num_sequences, self.horizon
             )
 
     def state_dict(self) -> dict[str, float]:
-        """Return the coefficient, for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -29,12 +29,8 @@ def _unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gather:
-    """How the holders of some sequences' tokens learn numbers of all sequences.
-
-    Args:
-        sequences: maps a tensor ``[H, ...]`` of the held sequences to ``[B, ...]`` of all.
-        values: concatenates the holders' tensors ``[N]``.
-    """
+    """How holders of some sequences' tokens learn numbers of all sequences: ``sequences`` maps
+    ``[H, ...]`` of those held to ``[B, ...]`` of all, ``values`` concatenates their ``[N]``."""
 
     sequences: Callable[[Tensor], Tensor] = _unchanged
     values: Callable[[Tensor], Tensor] = _unchanged
@@ -46,12 +42,8 @@ ALONE = Gather()
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean, sum of squared deviations from it, maximum and minimum of some numbers.
-
-    Args:
-        count, mean, squares: of all numbers; 0 for no numbers.
-        max, min: -inf and inf for no numbers.
-    """
+    """Count, mean, sum of squared deviations from it, maximum and minimum of some numbers; 0, 0, 0,
+    -inf and inf for none."""
 
     count: float
     mean: float
@@ -67,17 +59,9 @@ class Moments:
 def sequence_moments(
     x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, with_range: bool = True
 ) -> Tensor:
-    """Moments of each sequence's masked tokens; on the CPU.
-
-    Args:
-        x_T: float ``[T]``; values outside the mask, even NaN, are ignored.
-        mask_T: float ``[T]``, 0 or 1.
-        cu_seqlens: int64 ``[B + 1]``.
-        with_range: compute maximum and minimum; otherwise these are those of no numbers.
-
-    Returns:
-        float64 ``[B, 5]``: the fields of :class:`Moments`.
-    """
+    """Moments of each sequence's masked tokens, float64 ``[B, 5]`` on the CPU: the fields of
+    :class:`Moments`, without ``with_range`` with max and min of no numbers. Values outside the
+    mask, even NaN, are ignored."""
     inside_T = mask_T.cpu() > 0
     values_T = x_T.detach().cpu().double()
     count_B = sequence_sum(inside_T.double(), cu_seqlens)
@@ -95,14 +79,8 @@ def sequence_moments(
 
 
 def merged_moments(moments_B: Tensor, weight_B: Tensor | None = None) -> Moments:
-    """Moments of all sequences' tokens, from those of each.
-
-    Args:
-        moments_B: float64 ``[B, 5]``, of :func:`sequence_moments`.
-        weight_B: float64 ``[B]``, weight of each of a sequence's tokens; None: 1.
-
-    Source: Chan's parallel update.
-    """
+    """Moments of all sequences' tokens from those of each, where each token of sequence b has
+    weight ``weight_B`` (None: 1). Source: Chan's parallel update."""
     if len(moments_B) == 0:
         return Moments(0.0, 0.0, 0.0, -math.inf, math.inf)
     count_B, mean_B, squares_B, max_B, min_B = moments_B.unbind(1)
@@ -120,11 +98,7 @@ def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct values ``[G]`` in ascending order, each element's index among them, and counts.
-
-    Returns:
-        Values ``[G]``, int64 indices ``[N]``, int64 counts ``[G]``.
-    """
+    """Distinct values ``[G]`` ascending, each element's index in them ``[N]``, counts ``[G]``."""
     found = _unique(x_N, return_inverse=True, return_counts=True)
     return cast("tuple[Tensor, Tensor, Tensor]", found)
 
@@ -139,17 +113,13 @@ def masked_whiten(
     """``(x - mean) / sqrt(var + EPS)`` over the masked tokens, 0 outside the mask.
 
     Args:
-        x_T: float ``[T]``, finite also outside the mask.
-        mask_T: float ``[T]``, 0 or 1.
+        x_T: finite also outside the mask.
         shift_mean: False adds the mean back (rewards are scaled, not centred).
         unbiased: Bessel's correction (verl, TRL); OpenRLHF has none.
         moments: of the tokens to whiten over; None: of these.
 
-    Returns:
-        float ``[T]``. With fewer than two masked tokens the variance is undefined: the tokens are
-        centred (so they become 0) and not scaled.
-
-    Source: verl ``masked_whiten``; TRL ``masked_whiten``.
+    With fewer than two masked tokens the variance is undefined: the tokens are centred (so they
+    become 0) and not scaled. Source: verl ``masked_whiten``; TRL ``masked_whiten``.
     """
     mask_T = mask_T.to(x_T.dtype)
     if moments is None:
@@ -171,18 +141,10 @@ def masked_whiten_by_group(
 ) -> Tensor:
     """``(x - mean_g) / sqrt(var_g + EPS)`` over each group's masked tokens, 0 outside the mask.
 
-    Args:
-        x_T: float ``[T]``, finite also outside the mask.
-        mask_T: float ``[T]``, 0 or 1.
-        cu_seqlens: int64 ``[H + 1]``, of the sequences held.
-        group_B: int64 ``[B]``; sequences with equal numbers form a group (one prompt).
-        unbiased: Bessel's correction.
-        gather: of the batch.
-        held_H: int64 ``[H]``, indices of the held sequences; None: all are held.
-
-    Returns:
-        float ``[T]``. As in :func:`masked_whiten`, a group of fewer than two masked tokens is
-        centred and not scaled. Sums are taken in float64.
+    Sequences with equal numbers in ``group_B`` form a group (one prompt); ``held_H`` are the
+    indices of those held (None: all). As in :func:`masked_whiten`, a group of fewer than two masked
+    tokens is centred and not scaled. Sums are taken in float64. ``x_T`` is finite also outside the
+    mask.
     """
     labels, index_B, _ = unique_index(group_B)
 
@@ -221,21 +183,15 @@ def expand_to_tokens(x_B: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def last_masked_index(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Flat index of each sequence's last masked token.
-
-    Returns:
-        int64 ``[B]``, -1 for a sequence without a masked token.
-    """
+    """Flat index of each sequence's last masked token: int64 ``[B]``, -1 without one."""
     index_T = torch.where(mask_T > 0, torch.arange(len(mask_T), device=mask_T.device), -1)
     last_B = torch.segment_reduce(index_T.double(), "max", offsets=cu_seqlens, initial=-1.0)
     return last_B.long()
 
 
 def place_at_last(x_B: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Place each sequence's value at its last masked token: ``[B] -> [T]``, 0 elsewhere.
-
-    The value of a sequence without a masked token is dropped.
-    """
+    """Place each sequence's value at its last masked token: ``[B] -> [T]``, 0 elsewhere. The value
+    of a sequence without a masked token is dropped."""
     last_B = last_masked_index(mask_T, cu_seqlens)
     has_token_B = last_B >= 0
     placed_T = torch.zeros(len(mask_T), dtype=x_B.dtype, device=x_B.device)

@@ -15,12 +15,7 @@ from torch import Tensor
 def update_moving_average_(
     averages: Iterable[Tensor], weights: Iterable[Tensor], decay: float
 ) -> None:
-    """``average = decay * average + (1 - decay) * weight``, in place, once per optimizer step.
-
-    Args:
-        averages: float32 tensors, any device.
-        weights: the current weights, same order and shapes, any dtype and device.
-        decay: with 0 the average becomes the weights, with 1 it does not change.
-    """
+    """``average = decay * average + (1 - decay) * weight`` in float32, in place, once per optimizer
+    step; dtypes and devices may differ."""
     for average, weight in zip(averages, weights, strict=True):
         average.lerp_(weight.to(average.device, average.dtype), 1.0 - decay)

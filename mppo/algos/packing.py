@@ -9,15 +9,8 @@ from torch import Tensor
 
 
 def sequence_token_indices(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """Flat indices of the tokens of the selected sequences, in the order of ``indices``.
-
-    Args:
-        cu_seqlens: int64 ``[B + 1]``.
-        indices: indices of sequences, in any order; repeats are allowed.
-
-    Returns:
-        int64 ``[T']`` indices on the flat axis.
-    """
+    """Flat indices, int64 ``[T']``, of the tokens of the selected sequences, in the order of
+    ``indices``; repeats are allowed."""
     chosen = torch.as_tensor(indices, dtype=torch.int64, device=cu_seqlens.device)
     lengths = cu_seqlens.diff()[chosen]
     new_starts = lengths.cumsum(0) - lengths
@@ -39,16 +32,7 @@ def select_cu_seqlens(cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Te
 
 
 def select_sequences(x_T: Tensor, cu_seqlens: Tensor, indices: Sequence[int] | Tensor) -> Tensor:
-    """Tokens of the selected sequences, concatenated in the order of ``indices``.
-
-    Args:
-        x_T: ``[T, ...]`` of any dtype.
-        cu_seqlens: int64 ``[B + 1]``.
-        indices: indices of sequences, in any order; repeats are allowed.
-
-    Returns:
-        ``[T', ...]``.
-    """
+    """Tokens of the selected sequences, end to end in the order of ``indices``; repeats count."""
     bounds = cu_seqlens.cpu().numpy()
     chosen = torch.as_tensor(indices, dtype=torch.int64).cpu().numpy()
     # copies of whole sequences take a fraction of the time of an index for every token

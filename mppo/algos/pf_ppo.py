@@ -23,16 +23,7 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
 
     each plus 1e-8, so that the weights are never all 0.
 
-    Args:
-        scores_B: outcome scores, before any KL penalty, float ``[B]``.
-        method: one of the above.
-        power: exponent of ``pow``.
-
-    Returns:
-        float ``[B]``, positive.
-
-    Raises:
-        InputError: an unknown method.
+    Scores are those before any KL penalty.
     """
     if method == "pow":
         weight_B = scores_B.abs().pow(power)
@@ -48,15 +39,8 @@ def resampling_weights(scores_B: Tensor, method: str, power: float = 2.0) -> Ten
 
 
 def resample(weight_B: Tensor, seed: int) -> Tensor:
-    """Draw B sequence indices with replacement.
-
-    Args:
-        weight_B: float ``[B]``, positive, not normalised.
-        seed: equal seeds and weights give equal draws, on every rank and after a resume.
-
-    Returns:
-        int64 ``[B]``.
-    """
+    """Draw B sequence indices with replacement, by positive weights that need no norm. Equal seeds
+    and weights give equal draws, on every rank and after a resume."""
     generator = torch.Generator().manual_seed(seed)
     return torch.multinomial(
         weight_B.double(), len(weight_B), replacement=True, generator=generator

@@ -27,19 +27,16 @@ class LossInputs:
     """What a policy loss is computed from, for complete sequences of a micro-batch.
 
     Args:
-        logprobs_T: float ``[T]``, of the current policy, with its gradient.
-        old_logprobs_T: float ``[T]``, of the policy before the update.
-        ratio_T, log_ratio_T: float ``[T]``, of :func:`importance_ratio`.
-        advantages_T: float ``[T]``.
-        mask_T: float ``[T]``, 1 on the tokens that are trained.
-        cu_seqlens: int64 ``[B + 1]``.
+        logprobs_T: of the current policy, with its gradient.
+        old_logprobs_T: of the policy before the update.
+        ratio_T, log_ratio_T: of :func:`importance_ratio`.
         low, high: clip range.
-        selected_T: float ``[T]``, tokens selected by their covariance (clip_cov, kl_cov).
+        selected_T: tokens selected by their covariance (clip_cov, kl_cov).
         dual_clip: bound of the ratio for negative advantages; None: none.
         tau_pos, tau_neg: temperatures of sapo.
         kl_coef: of kl_cov.
         dro_beta: of dro.
-        importance_T: float ``[T]``, for reinforce: weight of each token; None: 1.
+        importance_T: for reinforce: weight of each token; None: 1.
     """
 
     logprobs_T: Tensor
@@ -87,11 +84,7 @@ def clipped_surrogate(
 ) -> Loss:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``; for A < 0 at most ``-A dual_clip``.
 
-    Args:
-        ratio_T: float ``[T]``.
-        advantages_T: float ``[T]``.
-        low, high: clip range; DAPO's clip-higher has ``high > low``.
-        dual_clip: dual clip's c > 1, or None.
+    ``dual_clip`` is c > 1, or None; DAPO's clip-higher has ``high > low``.
 
     Source: https://arxiv.org/abs/1707.06347; dual clip https://arxiv.org/abs/1912.09729;
     clip-higher https://arxiv.org/abs/2503.14476; verl ``compute_policy_loss_vanilla``.
@@ -113,35 +106,21 @@ def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
 
 
 def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
-    """``-A log pi``: REINFORCE, and GPG's loss.
-
-    Source: GPG, https://arxiv.org/abs/2504.02546; verl ``compute_policy_loss_gpg``.
-    """
+    """``-A log pi``: REINFORCE, and GPG's loss (https://arxiv.org/abs/2504.02546; verl
+    ``compute_policy_loss_gpg``)."""
     return with_indicators(-advantages_T * logprobs_T)
 
 
 def reinforce(logprobs_T: Tensor, importance_T: Tensor | None, advantages_T: Tensor) -> Loss:
-    """``-sg(w) A log pi``: REINFORCE for samples of another policy, w the importance weight.
-
-    Args:
-        logprobs_T, advantages_T: float ``[T]``.
-        importance_T: w, of the current policy against the one that sampled, float ``[T]``; None: 1.
-
-    Source: verl ``compute_policy_loss_reinforce``.
-    """
+    """``-sg(w) A log pi``: REINFORCE for samples of another policy, w the importance weight against
+    the policy that sampled (None: 1). Source: verl ``compute_policy_loss_reinforce``."""
     weight_T = 1.0 if importance_T is None else importance_T.detach()
     return with_indicators(-weight_T * advantages_T * logprobs_T)
 
 
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, beta: float) -> Loss:
-    """``-(A log pi - beta / 2 (log pi - log pi_old)^2)``: a quadratic penalty, no clipping.
-
-    Args:
-        logprobs_T, old_logprobs_T, advantages_T: float ``[T]``.
-        beta: weight of the penalty, above 0.
-
-    Source: https://arxiv.org/abs/2405.19107; verl ``compute_policy_loss_dro``.
-    """
+    """``-(A log pi - beta / 2 (log pi - log pi_old)^2)``: a quadratic penalty, no clipping. Source:
+    https://arxiv.org/abs/2405.19107; verl ``compute_policy_loss_dro``."""
     penalty_T = 0.5 * beta * (logprobs_T - old_logprobs_T).square()
     return with_indicators(penalty_T - advantages_T * logprobs_T)
 
@@ -153,9 +132,7 @@ def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 
 def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     """``KL(p_old || p)`` of "this token or another" (nats), float ``[T]``.
-
-    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old + c) / (1 - p + c))``, c = 1e-8.
-    """
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old + c) / (1 - p + c))``, c = 1e-8."""
     p_T, old_T = logprobs_T.exp(), old_logprobs_T.exp()
     others_T = ((1.0 - old_T + 1e-8) / (1.0 - p_T + 1e-8)).log()
     return old_T * (old_logprobs_T - logprobs_T) + (1.0 - old_T) * others_T
@@ -176,14 +153,8 @@ def dppo(
     A token is dropped if its update leads out of the region: for A > 0 if p > p_old and its
     divergence is above ``high``, for A <= 0 if p < p_old and it is above ``low``.
 
-    Args:
-        logprobs_T, old_logprobs_T, ratio_T, advantages_T: float ``[T]``.
-        divergence_T: float ``[T]``, of :func:`binary_tv` or :func:`binary_kl`.
-        low, high: largest divergence below and above the old probability.
-        largest_ratio: c, or None.
-
-    Returns:
-        The first indicator is 1 on dropped tokens, the second one where c took effect.
+    Divergences are those of :func:`binary_tv` or :func:`binary_kl`; ``largest_ratio`` is c, or
+    None. The first indicator is 1 on dropped tokens, the second one where c took effect.
 
     Source: https://arxiv.org/abs/2602.04879; verl ``compute_policy_loss_dppo_tv`` and ``_kl``.
     """
@@ -212,10 +183,7 @@ def gspo(
     ``log s_t = log pi_t - sg(log pi_t) + sg(mean_t(log pi - log pi_old))``, at most 10;
     ``max(-A s, -A clip(s, 1 - low, 1 + high))``. Aggregated as seq-mean-token-mean.
 
-    Args:
-        logprobs_T, old_logprobs_T, advantages_T, mask_T: float ``[T]`` of complete sequences.
-        cu_seqlens: int64 ``[B + 1]``.
-        low, high: clip range (the paper's are 3e-4 and 4e-4).
+    The paper's low and high are 3e-4 and 4e-4.
 
     Source: https://arxiv.org/abs/2507.18071; verl ``compute_policy_loss_gspo``.
     """
@@ -240,7 +208,7 @@ def gmpo(
     every token of a sequence has the loss ``-A_t exp(mean_t d')``, whose seq-mean-token-mean is the
     paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
 
-    Args and shapes as in :func:`gspo` (the paper's low and high are 0.4).
+    The paper's low and high are 0.4.
 
     Source: https://arxiv.org/abs/2507.20673; verl ``compute_policy_loss_geo_mean``.
     """
@@ -262,18 +230,14 @@ def cispo(
     logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, high: float
 ) -> Loss:
     """``-sg(clip(r, 1 - low, 1 + high)) A log pi``: the weight is clipped, no token is dropped.
-
-    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585; verl ``compute_policy_loss_cispo``.
-    """
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585; verl ``compute_policy_loss_cispo``."""
     weight_T = ratio_T.detach().clamp(1 - low, 1 + high)
     return with_indicators(-weight_T * advantages_T * logprobs_T, weight_T != ratio_T.detach())
 
 
 def outside_trust_region(ratio_T: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where ``r <= 1 - low``, and where ``r >= 1 + high``: two bool ``[T]``.
-
-    The region is open: a ratio on its border lies outside.
-    """
+    """Where ``r <= 1 - low``, and where ``r >= 1 + high``: two bool ``[T]``. The region is open: a
+    ratio on its border lies outside."""
     return ratio_T <= 1 - low, ratio_T >= 1 + high
 
 
@@ -285,16 +249,8 @@ def dis(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, h
     without a gradient: the gradient is ``-f(r) A grad log pi``. A masked token stays in the
     normaliser, since the paper's expectation is over all sampled tokens.
 
-    Args:
-        logprobs_T: of the current policy, float ``[T]``.
-        ratio_T: current policy to engine, float ``[T]``.
-        advantages_T: float ``[T]``.
-        low, high: the paper's are 0.3 and 5.0 (reasoning), 0.8 and 3.0 (coding).
-
-    Returns:
-        The first indicator is 1 on masked tokens, the second one is 0.
-
-    Source: SAO, https://arxiv.org/abs/2607.07508.
+    The paper's low and high are 0.3 and 5.0 (reasoning), 0.8 and 3.0 (coding). The first indicator
+    is 1 on masked tokens, the second one is 0. Source: SAO, https://arxiv.org/abs/2607.07508.
     """
     below_T, above_T = outside_trust_region(ratio_T, low, high)
     masked_T = below_T | above_T
@@ -304,9 +260,7 @@ def dis(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, low: float, h
 
 def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) -> Loss:
     """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A: a soft gate, no clipping.
-
-    Source: https://arxiv.org/abs/2511.20347; verl ``compute_policy_loss_sapo``.
-    """
+    Source: https://arxiv.org/abs/2511.20347; verl ``compute_policy_loss_sapo``."""
     tau_T = torch.where(advantages_T > 0, tau_pos, tau_neg).to(ratio_T.dtype)
     gate_T = torch.sigmoid(tau_T * (ratio_T - 1.0)) * (4.0 / tau_T)
     return with_indicators(-gate_T * advantages_T)
@@ -315,15 +269,8 @@ def sapo(ratio_T: Tensor, advantages_T: Tensor, tau_pos: float, tau_neg: float) 
 def clip_cov(
     ratio_T: Tensor, advantages_T: Tensor, selected_T: Tensor, low: float, high: float
 ) -> Loss:
-    """Clipped surrogate, with no loss on the selected tokens (of high covariance).
-
-    Args:
-        ratio_T, advantages_T: float ``[T]``.
-        selected_T: float ``[T]``, 1 where :func:`covariance_band` selected the token.
-        low, high: clip range.
-
-    Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``.
-    """
+    """Clipped surrogate, with no loss on the tokens that :func:`covariance_band` selected. Source:
+    https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_clip_cov``."""
     loss_T, _, _ = clipped_surrogate(ratio_T, advantages_T, low, high, None)
     return with_indicators(loss_T * (1.0 - selected_T), selected_T)
 
@@ -335,15 +282,8 @@ def kl_cov(
     selected_T: Tensor,
     kl_coef: float,
 ) -> Loss:
-    """``-A r``, plus ``kl_coef |log r|`` on the selected tokens (of the highest covariance).
-
-    Args:
-        ratio_T, log_ratio_T, advantages_T: float ``[T]``.
-        selected_T: float ``[T]``, 1 where :func:`covariance_top` selected the token.
-        kl_coef: weight of the penalty.
-
-    Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``.
-    """
+    """``-A r``, plus ``kl_coef |log r|`` on the tokens that :func:`covariance_top` selected.
+    Source: https://arxiv.org/abs/2505.22617; verl ``compute_policy_loss_kl_cov``."""
     loss_T = -advantages_T * ratio_T + kl_coef * log_ratio_T.abs() * selected_T
     return with_indicators(loss_T, selected_T)
 

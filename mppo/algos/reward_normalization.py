@@ -20,17 +20,12 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """``(x - mean) / divisor``, for scores and for the baselines compared with them.
-
-    Args:
-        mean, divisor: numbers, or float64 ``[B]``, one for each response.
-    """
+    """``(x - mean) / divisor``, numbers or float64 ``[B]``, for scores and their baselines."""
 
     mean: float | Tensor
     divisor: float | Tensor
 
     def __call__(self, x_B: Tensor) -> Tensor:
-        """Scale the numbers: float32 ``[B]``."""
         return ((x_B.double() - self.mean) / self.divisor).float()
 
     def at(self, index_B: Tensor) -> ScoreScale:
@@ -43,11 +38,9 @@ class ScoreScale:
 
 
 def batch_scale(scores_B: Tensor) -> ScoreScale:
-    """Mean, and unbiased standard deviation + 1e-8, of the batch.
-
-    Equal scores have a deviation of 0: they become 0 without a division. (The sum of equal float32
-    numbers is exact in float64, so their deviation is exactly 0.) A single score becomes 0 too.
-    """
+    """Mean, and unbiased standard deviation + 1e-8, of the batch. Equal scores have a deviation of
+    0: they become 0 without a division. (The sum of equal float32 numbers is exact in float64, so
+    their deviation is exactly 0.) A single score becomes 0 too."""
     scores_B = scores_B.double()
     if len(scores_B) < 2:
         return ScoreScale(scores_B, 1.0)
@@ -80,7 +73,6 @@ class RewardStats:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
 
     def merge(self, scores_B: Tensor) -> None:
-        """Update the moments by a batch of scores."""
         n = len(scores_B)
         if n == 0:
             return
@@ -97,10 +89,8 @@ class RewardStats:
         return ScoreScale(self.mean, self.std + _EPS if self.std > 0 else 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the moments, for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore saved moments."""
         self.count = int(state["count"])
         self.mean, self.squares = float(state["mean"]), float(state["squares"])

@@ -38,20 +38,8 @@ STATISTICS = ("d", "abs_d", "k3", "square", "train", "rollout", "probs_diff")
 def importance_weights(
     log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str
 ) -> Tensor:
-    """``exp(d_t)``, or ``exp(sum_t d_t)`` of the sequence; the exponent is clamped to +-20.
-
-    Args:
-        log_ratio_T: ``d``, float ``[T]``.
-        mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-        level: ``token`` or ``sequence``.
-
-    Returns:
-        float ``[T]``, 0 outside the mask.
-
-    Raises:
-        InputError: another level.
-    """
+    """``exp(d_t)`` (``token``), or ``exp(sum_t d_t)`` of the ``sequence``; the exponent is clamped
+    to +-20. 0 outside the mask."""
     if level == "token":
         exponent_T = log_ratio_T
     elif level == "sequence":
@@ -63,27 +51,15 @@ def importance_weights(
 
 
 def truncate_weights(weight_T: Tensor, upper: float, lower: float | None = None) -> Tensor:
-    """Truncated importance sampling: ``min(w, upper)``, and ``max(., lower)`` if given.
-
-    A weight of 0 (outside the mask) stays 0.
-    """
+    """Truncated importance sampling: ``min(w, upper)``, and ``max(., lower)`` if given. A weight of
+    0 (outside the mask) stays 0."""
     truncated_T = weight_T.clamp(min=lower, max=upper)
     return torch.where(weight_T > 0, truncated_T, 0.0)
 
 
 def sequence_geometric_mean(weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``exp(mean_t log w_t)`` over a sequence's masked tokens, on each of them.
-
-    Args:
-        weight_T: float ``[T]``, positive on masked tokens.
-        mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-
-    Returns:
-        float ``[T]``, 0 outside the mask.
-
-    Source: verl ``compute_policy_loss_geo_mean``.
-    """
+    """``exp(mean_t log w_t)`` over a sequence's masked tokens, where w is positive, on each of
+    them; 0 outside the mask. Source: verl ``compute_policy_loss_geo_mean``."""
     log_T = torch.where(mask_T > 0, weight_T, 1.0).log()
     return expand_to_tokens(sequence_mean(log_T, mask_T, cu_seqlens).exp(), cu_seqlens) * mask_T
 
@@ -96,17 +72,7 @@ def icepop(weight_T: Tensor, upper: float, lower: float) -> Tensor:
 def normalize_weights(
     weight_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: str, gather: Gather = ALONE
 ) -> Tensor:
-    """Divide by the batch's mean weight: over tokens, or over sequences (``level``).
-
-    Args:
-        weight_T, mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-        level: ``token`` or ``sequence``.
-        gather: of the batch.
-
-    Returns:
-        float ``[T]``; unchanged if every weight is 0.
-    """
+    """Divide by the batch's mean weight, over tokens or sequences (``level``), unless all are 0."""
     moments_B = sequence_moments(weight_T, mask_T, cu_seqlens, with_range=False)
     moments_B = gather.sequences(moments_B)
     mean = merged_moments(moments_B).mean
@@ -135,21 +101,7 @@ def rejection_mask(
     ``seq_mean_*``, ``seq_max_*``), which is then kept or rejected as a unit. ``geometric`` is
     ``seq_mean_k1``. k1 is kept within ``[log lower, log upper]``: the thresholds are ratios;
     ``seq_max_k1`` tests the largest and the smallest ``k1``. k2 and k3 are kept up to
-    ``upper``.
-
-    Args:
-        log_ratio_T: ``d``, float ``[T]``.
-        mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-        kind: see above.
-        upper: threshold.
-        lower: k1's lower ratio; None takes ``1 / upper``.
-
-    Returns:
-        float ``[T]``, 0 outside the mask.
-
-    Raises:
-        InputError: an unknown kind.
+    ``upper``. ``lower`` is k1's lower ratio; None takes ``1 / upper``. 0 outside the mask.
     """
     name = "seq_mean_k1" if kind == "geometric" else kind
     level, _, divergence = name.rpartition("_")
@@ -191,17 +143,7 @@ def _over_sequences(
 
 
 def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold: float) -> Tensor:
-    """0 on all tokens of a sequence with a token of ``exp(d) < threshold``.
-
-    Args:
-        log_ratio_T: ``d``, float ``[T]``.
-        mask_T: float ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-        threshold: such as 1e-4.
-
-    Returns:
-        float ``[T]``: ``mask_T`` without the vetoed sequences.
-    """
+    """``mask_T`` without the sequences with a token of ``exp(d) < threshold``, such as 1e-4."""
     catastrophic_T = (log_ratio_T < math.log(threshold)) & (mask_T > 0)
     vetoed_B = sequence_sum(catastrophic_T.to(mask_T.dtype), cu_seqlens) > 0
     return mask_T * (~expand_to_tokens(vetoed_B, cu_seqlens))
@@ -210,11 +152,8 @@ def veto_mask(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, threshold
 def correction_statistics(
     logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
 ) -> dict[str, Tensor]:
-    """What :func:`correction_metrics` needs of each sequence.
-
-    Returns:
-        float64 ``[B, 5]`` by name: ``sequence_moments`` of quantities of the tokens.
-    """
+    """What :func:`correction_metrics` needs of each sequence: ``sequence_moments`` ``[B, 5]`` of
+    quantities of the tokens, by name."""
     d_T = torch.where(mask_T > 0, logprobs_T - rollout_logprobs_T, 0.0).double()
     clamped_T = d_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     probs_T, rollout_probs_T = (
@@ -239,9 +178,6 @@ def correction_metrics(statistics: Mapping[str, Tensor]) -> dict[str, float]:
     mean over sequences of ``exp(-mean log p)``; ``log_ppl_diff`` the mean over sequences of
     ``mean log engine - mean log actor``; ``chi2_token`` ``mean(w^2) - 1``, ``chi2_seq`` the same
     with the sequences' weights.
-
-    Args:
-        statistics: ``correction_statistics`` of all sequences.
     """
     tokens = {name: merged_moments(moments_B) for name, moments_B in statistics.items()}
     count_B = statistics["d"][:, 0]
@@ -272,14 +208,8 @@ def correction_metrics(statistics: Mapping[str, Tensor]) -> dict[str, float]:
 
 def weight_metrics(weights: Moments, masked_fraction: float) -> dict[str, float]:
     """``rollout_corr/rollout_is_*`` of the weights: mean, max, min, std, effective sample size.
-
-    ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the
-    fraction of tokens whose weight is 0. An empty mask counts as one token of weight 1.
-
-    Args:
-        weights: moments of the weights of the response tokens.
-        masked_fraction: fraction of these tokens whose weight is 0.
-    """
+    ``eff_sample_size = mean(w)^2 / mean(w^2)``, 1 where all weights are equal; and the fraction of
+    tokens whose weight is 0. An empty mask counts as one token of weight 1."""
     if weights.count == 0:
         weights = Moments(1.0, 1.0, 0.0, 1.0, 1.0)
     mean, variance = weights.mean, weights.var(unbiased=False)

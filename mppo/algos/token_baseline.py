@@ -15,13 +15,8 @@ from mppo.algos.masked import ALONE, Gather, unique_index
 def path_variance(
     logprobs_T: Tensor, squares_T: Tensor, importance_T: Tensor | None = None
 ) -> Tensor:
-    """``w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2``, the squared norm of a token's score.
-
-    Args:
-        logprobs_T: float ``[T]``, of the tokens.
-        squares_T: float ``[T]``, sum of the squared probabilities of the vocabulary.
-        importance_T: float ``[T]``, importance weights rho; None: 1.
-    """
+    """``w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2``, the squared norm of a token's score, from
+    log-probabilities, the sum of the vocabulary's squares, and importance weights rho (None: 1)."""
     variance_T = 1.0 - 2.0 * logprobs_T.exp() + squares_T
     return variance_T if importance_T is None else variance_T * importance_T.square()
 
@@ -41,18 +36,8 @@ def token_baseline(
     ``G`` is the reward to go and ``W_t = w_1 + ... + w_t``. B is 0 for a group of one, and on the
     positions of the one longest response from the second longest one's number of tokens on.
 
-    Args:
-        rewards_T: float ``[T]``.
-        variance_T: w, float ``[T]``.
-        mask_T: float ``[T]``, 1 on response tokens.
-        place_T: int64 ``[T]``, position of each token in its response.
-        cu_seqlens: int64, of the sequences held.
-        group_B: int64 ``[B]``.
-        held_H: int64 ``[H]``, the sequences held.
-        gather: of the batch.
-
-    Returns:
-        Advantages and returns G, float ``[T]``, 0 outside the mask.
+    ``place_T`` is the position of each token in its response, ``held_H`` are the sequences held,
+    and ``variance_T`` is w. Returns advantages and G, float ``[T]``, 0 outside the mask.
 
     Source: verl ``compute_optimal_token_baseline_advantage``, and for the positions of the response
     tokens alone ``compute_multi_turn_optimal_token_baseline_advantage``.

@@ -14,15 +14,6 @@ from mppo.algos.masked import masked_sum
 
 
 def ptx_loss(logprobs_T: Tensor, mask_T: Tensor, num_tokens: float, coef: float) -> Tensor:
-    """``-coef sum(m log pi) / num_tokens``: adds up over any division of the text batch.
-
-    Args:
-        logprobs_T: log-probability of each token of packed text, float ``[T]``.
-        mask_T: float ``[T]``, 1 on the predicted tokens: all but a document's first.
-        num_tokens: masked tokens of the text batch, over micro-batches and ranks.
-        coef: weight relative to the policy loss.
-
-    Returns:
-        Scalar; 0 without tokens.
-    """
+    """``-coef sum(m log pi) / num_tokens``, 0 without tokens: adds up over any division of the text
+    batch, whose masked tokens (all but a document's first) over all ranks are ``num_tokens``."""
     return -coef * masked_sum(logprobs_T, mask_T) / max(num_tokens, 1.0)

@@ -16,14 +16,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error: ``0.5 max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2)``.
 
-    Args:
-        values_T: the critic's current values, float ``[T]``.
-        old_values_T: the critic's values before the update, float ``[T]``.
-        returns_T: regression target, float ``[T]``.
-        cliprange: ``e``; None: no clipping: ``0.5 (V - R)^2``.
-
-    Returns:
-        Loss, float ``[T]``; and 1 where the clipped term is larger, float ``[T]``.
+    ``e`` is ``cliprange``; None: no clipping, ``0.5 (V - R)^2``. Returns the loss, and 1 where the
+    clipped term is larger.
 
     Source: https://arxiv.org/abs/1707.06347; verl ``compute_value_loss``; TRL.
     """
@@ -47,13 +41,8 @@ def hl_gauss_target(returns_T: Tensor, edges: Tensor, sigma: float) -> Tensor:
     ``p_k = (F(e_{k+1}) - F(e_k)) / (F(e_K) - F(e_0))``, F the distribution function of
     ``N(R, sigma^2)``.
 
-    Args:
-        returns_T: R, float ``[T]``; a return outside the range counts as the nearer end.
-        edges: e, float64 ``[K + 1]``, ascending.
-        sigma: standard deviation.
-
-    Returns:
-        float32 ``[K, T]``, of sum 1 over the bins.
+    e are ascending, float64 ``[K + 1]``; a return outside the range counts as the nearer end.
+    Returns float32 ``[K, T]``, of sum 1 over the bins.
 
     Source: Farebrother et al. 2024, "Stop Regressing", https://arxiv.org/abs/2403.03950.
     """
@@ -67,13 +56,8 @@ def hl_gauss_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a histogram against the target: ``-sum_k p_k log softmax(logits)_k``.
 
-    Args:
-        logits_KT: the value head's outputs, float ``[K, T]``.
-        returns_T, edges, sigma: of :func:`hl_gauss_target`.
-
-    Returns:
-        Loss, float ``[T]``; and 1 where the return is outside the range, but for rounding
-        (returns are computed as advantages plus values), float ``[T]``.
+    Logits are float ``[K, T]``. Returns the loss, and 1 where the return is outside the range, but
+    for rounding (returns are computed as advantages plus values).
 
     Source: Farebrother et al. 2024, https://arxiv.org/abs/2403.03950.
     """
@@ -85,16 +69,7 @@ def hl_gauss_loss(
 
 
 def expected_value(logits_K: Tensor, edges: Tensor) -> Tensor:
-    """Mean of a histogram: ``sum_k softmax(logits)_k c_k``, c the bins' centres.
-
-    Args:
-        logits_K: float ``[..., K]``.
-        edges: float64 ``[K + 1]``.
-
-    Returns:
-        float ``[...]``.
-
-    Source: Farebrother et al. 2024, https://arxiv.org/abs/2403.03950.
-    """
+    """Mean of a histogram ``[..., K]``: ``sum_k softmax(logits)_k c_k``, c the bins' centres.
+    Source: Farebrother et al. 2024, https://arxiv.org/abs/2403.03950."""
     centres = ((edges[:-1] + edges[1:]) / 2).to(logits_K)
     return (torch.softmax(logits_K, -1) * centres).sum(-1)

@@ -28,25 +28,21 @@ class Sequences:
     """Sequences of a batch on one flat token axis, as far as this rank holds them.
 
     Args:
-        tokens_T: int64 ``[T]``.
         cu_seqlens: int64 ``[H + 1]``, of the sequences held.
-        response_mask_T: float32 ``[T]``, 1 on response tokens, which are those that the policy
+        response_mask_T: float32, 1 on response tokens, which are those that the policy
             generated; 0 on an environment's tokens between them.
-        end_mask_T: float32 ``[T]``, 1 on an end slot: a position after a response's last token, for
+        end_mask_T: float32, 1 on an end slot: a position after a response's last token, for
             the state after it, which has a value but no action. Zeros (default) without end slots.
         routed_experts_T: uint8 or int16 ``[T, layers, k]``, experts chosen by the engine;
             ``unknown_expert`` of the dtype where unknown. ``[T, 0, 0]`` (default) if the engine
             does not report them.
         expert_layers: decoder layer of each layer of ``routed_experts_T``; None: all, in order.
-        held_H: int64 ``[H]``, indices in the batch of the sequences held, ascending; default: all.
-        lengths_B: int64 ``[B]``, tokens of each sequence, end slot included.
-        response_B: int64 ``[B]``, response tokens of each sequence.
-        end_B: int64 ``[B]``, end slots of each sequence, 0 or 1.
-        inserted_B: int64 ``[B]``, an environment's tokens between the response tokens of each
-            sequence.
-        home_B: int32 ``[B]``, the rank that holds each sequence between passes; -1 (default): every
-            rank.
-        digest_B: int64 ``[B]``, equal for sequences of equal tokens; None: not computed.
+        held_H: int64, indices in the batch of the sequences held, ascending; default: all.
+        lengths_B: int64, tokens of each sequence, end slot included.
+        response_B, end_B, inserted_B: int64, of these the response tokens, the end slots (0 or 1)
+            and an environment's tokens between the response tokens.
+        home_B: int32, the rank that holds each sequence between passes; -1 (default): every rank.
+        digest_B: int64, equal for sequences of equal tokens; None: not computed.
     """
 
     tokens_T: Tensor
@@ -84,7 +80,6 @@ class Sequences:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences of the batch, on all ranks."""
         return len(self.lengths_B)
 
     @property
@@ -104,7 +99,6 @@ class Sequences:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds every sequence."""
         return bool((self.home_B < 0).all())
 
     def at_home(self, rank: int) -> Tensor:
@@ -144,7 +138,6 @@ class EpisodeIndex:
 
     @property
     def has_branches(self) -> bool:
-        """Whether an episode has several sequences."""
         return len(self.last_E) < len(self.of_B)
 
     def sum(self, x_B: Tensor) -> Tensor:
@@ -152,7 +145,6 @@ class EpisodeIndex:
         return x_B.new_zeros(len(self.last_E)).index_add_(0, self.of_B, x_B)
 
     def sequences(self, episodes: Sequence[int]) -> list[int]:
-        """The sequences of some episodes, episode by episode."""
         if not self.has_branches:
             return self.last_E[torch.as_tensor(episodes, dtype=torch.int64)].tolist()
         found: list[list[int]] = [[] for _ in self.last_E]
@@ -203,7 +195,6 @@ class Batch(Sequences):
 
     @property
     def episodes(self) -> EpisodeIndex:
-        """Which sequences are of one episode."""
         _, of_B = torch.unique(self.episode_B, return_inverse=True)
         last_E = torch.zeros(int(of_B.max()) + 1 if len(of_B) else 0, dtype=torch.int64)
         last_E.scatter_reduce_(0, of_B, torch.arange(len(of_B)), "amax")
@@ -211,9 +202,5 @@ class Batch(Sequences):
 
 
 def no_token_rewards(mask_T: Tensor) -> Tensor:
-    """``Batch.token_rewards_T`` where no token has a reward: zeros that take no memory per token.
-
-    Args:
-        mask_T: float32 ``[T]``, for the size.
-    """
+    """``Batch.token_rewards_T`` where no token has a reward: zeros without memory per token."""
     return mask_T.new_zeros(()).expand_as(mask_T)

@@ -25,14 +25,9 @@ Part = tuple[int, int]
 
 @dataclass
 class EpisodeUse:
-    """What the turns of an episode took, and the episode.
-
-    Attributes:
-        seconds: of the episode, in which its requests were answered.
-        generation_s: of these, those in which at least one request waited for its answer.
-        context_tokens: tokens before its turns, in all requests.
-        cached_tokens: of these, those in the engine's prefix cache; None: the engine has none.
-    """
+    """What an episode took: seconds in which its requests were answered, of these those in which at
+    least one request waited; tokens before its turns, in all requests, of these those in the
+    engine's prefix cache (None: it has none)."""
 
     seconds: float = 0.0
     generation_s: float = 0.0
@@ -50,7 +45,6 @@ class EpisodeResult:
         error: why the agent failed; None: it did not.
         messages: the conversation, for a reward model that reads it in its own chat template; of
             several histories the last one.
-        use: what it took; None: not known.
     """
 
     reward: float | None = None
@@ -65,9 +59,8 @@ class EpisodeTokens(ComparedByValue):
     """The tokens of an episode after its prompt.
 
     Args:
-        ids: int32 ``[L]``, generated tokens, the stop token included when one was generated, and
-            an environment's tokens between them. This and ``logprobs`` may be any sequence, which
-            is converted.
+        ids: int32 ``[L]`` (any sequence is converted, as of ``logprobs``), generated tokens, the
+            stop token included when one was generated, and an environment's tokens between them.
         logprobs: float32 ``[L]``, log-probability of each token under the distribution it was
             sampled from, before top-p/top-k/min-p truncation: softmax(logits / temperature); 0 for
             an environment's tokens.
@@ -86,7 +79,6 @@ class EpisodeTokens(ComparedByValue):
 
     @property
     def routed(self) -> tuple[int, int, int] | None:
-        """Shape of ``experts``."""
         if self.experts is None:
             return None
         tokens, layers, chosen = self.experts.shape
@@ -133,11 +125,8 @@ class Episode(ComparedByValue):
         version: int,
         earlier: tuple[Part, ...] = (),
     ) -> Episode:
-        """An episode whose tokens this rank has received.
-
-        Args:
-            version: of the weights that generated the tokens after the earlier parts.
-        """
+        """An episode whose tokens this rank has received; ``version`` is of the weights that
+        generated the tokens after the earlier parts."""
         last = len(tokens.ids) - sum(count for _, count in earlier)
         parts = (*earlier, (version, last))
         return cls(prompt, parts, finish_reason, 0, tokens.routed, tokens)
@@ -150,7 +139,6 @@ class Episode(ComparedByValue):
 
     @property
     def scored(self) -> ResponseScore:
-        """The score, once there is one."""
         assert self.score is not None, "score the episode first"
         return self.score
 
@@ -161,7 +149,6 @@ class Episode(ComparedByValue):
 
     @property
     def length(self) -> int:
-        """Number of tokens after the prompt."""
         return sum(count for _, count in self.parts)
 
     @property
@@ -171,16 +158,13 @@ class Episode(ComparedByValue):
 
     @property
     def turns(self) -> int:
-        """Number of turns of the policy."""
         return 1 + sum(version == NO_WEIGHTS for version, _ in self.parts)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether more tokens are to be generated."""
         return self.finish_reason == "abort"
 
     def moved(self, home: int) -> Episode:
-        """This episode with another home."""
         earlier = tuple(each.moved(home) for each in self.earlier)
         return replace(self, home=home, earlier=earlier)
 
@@ -190,7 +174,6 @@ class Episode(ComparedByValue):
         return replace(self, home=home, tokens=None, result=None, earlier=earlier)
 
     def with_experts(self, experts: Tensor) -> Episode:
-        """This episode with the experts that its tokens were routed to."""
         tokens = replace(self.here, experts=experts)
         return replace(self, tokens=tokens, routed=tokens.routed)
 
@@ -210,7 +193,6 @@ EpisodesBySample = Mapping[tuple[int, int], Episode]
 
 
 def with_scores(episodes: Sequence[Episode], scores: Sequence[ResponseScore]) -> list[Episode]:
-    """The episodes with their scores."""
     return [replace(each, score=score) for each, score in zip(episodes, scores, strict=True)]
 
 

@@ -26,11 +26,8 @@ def gather_of(batch: Sequences) -> Gather:
 def gather_of_mini_batch(
     batch: Sequences, indices: Sequence[int] | Tensor
 ) -> tuple[Gather, Tensor]:
-    """``gather_of`` for the sequences of a mini-batch, in its order.
-
-    Returns:
-        The gather; and int64, the position in the mini-batch of each of its sequences held here.
-    """
+    """``gather_of`` for the sequences of a mini-batch, in its order; and int64, the position in the
+    mini-batch of each of its sequences held here."""
     position = (batch.places(indices) >= 0).nonzero()[:, 0]
     return _gather(batch, position, len(indices)), position
 
@@ -49,11 +46,7 @@ def _gather(batch: Sequences, position_H: Tensor, total: int) -> Gather:
 
 
 def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather several tensors ``[H, ...]`` of the sequences held, in one exchange.
-
-    Returns:
-        float64 ``[B, ...]`` by name.
-    """
+    """Gather tensors ``[H, ...]`` of the sequences held in one exchange: float64 ``[B, ...]``."""
     columns = [x_H.double().reshape(len(x_H), x_H.shape[1:].numel()) for x_H in table.values()]
     rows_B = gather.sequences(torch.cat(columns, 1))
     parts = rows_B.split([column.shape[1] for column in columns], dim=1)
@@ -64,10 +57,8 @@ def gather_table(gather: Gather, table: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def sequence_digests(batch: Sequences) -> Tensor:
-    """A number for each sequence, equal for equal tokens: int64 ``[B]``.
-
-    Collective, unless every rank holds all sequences.
-    """
+    """A number for each sequence, equal for equal tokens: int64 ``[B]``. Collective, unless every
+    rank holds all sequences."""
     if batch.digest_B is not None:
         return batch.digest_B
     digest_B = torch.zeros(batch.num_sequences, dtype=torch.int64)

@@ -22,14 +22,8 @@ def bring_episodes(
     episodes: Sequence[Episode],
     wanted: Sequence[Sequence[int]],
 ) -> dict[int, Episode]:
-    """Bring episodes from their homes to the ranks that want them. Collective.
-
-    Args:
-        wanted: numbers of the episodes that each rank wants, the same on every rank.
-
-    Returns:
-        Those that this rank wants, with tokens, by number, in the order wanted; it is their home.
-    """
+    """Bring episodes from their homes to the ranks that want them, by the numbers ``wanted`` of
+    each rank. Collective. Returns this rank's, by number in the order wanted; it is their home."""
     rank = dist.get_rank() if group_size() > 1 else 0
     moves = Moves([each.home for each in episodes], wanted)
     mine = wanted[rank]
@@ -54,14 +48,8 @@ def bring_episodes(
 
 
 def bring_ids(episodes: Sequence[Episode], wanted: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-    """Bring the token ids alone to the ranks that want them. Collective.
-
-    Args:
-        wanted: as for ``bring_episodes``; the ranks are those of the default group.
-
-    Returns:
-        This rank's ids after the prompt, int32, by number, in the order wanted.
-    """
+    """Bring the token ids after the prompt, int32, alone, to the ranks of the default group that
+    want them; as ``bring_episodes``. Collective."""
     homes = [each.home for each in episodes]
     moving = [[i for i in part if homes[i] != rank] for rank, part in enumerate(wanted)]
     sent = {number for part in moving for number in part}

@@ -13,23 +13,21 @@ from mppo.batch.batch import Batch, no_token_rewards
 @dataclass(frozen=True)
 class Outputs:
     """A batch with the models' outputs before any update, on the tokens that this rank holds.
+    Tensors are float32 ``[T]`` unless stated otherwise.
 
     Args:
-        logprobs_T: the policy's log-probabilities, float32 ``[T]``: the actor's, or in bypass mode
-            the engine's.
-        ref_logprobs_T: the reference's log-probabilities, float32 ``[T]``; equal to ``logprobs_T``
-            without a reference model.
-        values_T: the critic's value of the state before token t, float32 ``[T]``; zeros without a
-            critic.
+        logprobs_T: the policy's log-probabilities: the actor's, or in bypass mode the engine's.
+        ref_logprobs_T: the reference's; equal to ``logprobs_T`` without a reference model.
+        values_T: the critic's value of the state before token t; zeros without a critic.
         has_actor_logprobs: whether ``logprobs_T`` are the actor's.
-        full_kl_T: KL of actor against reference over the vocabulary, float32 ``[T]`` (nats);
-            zeros (None) if the recipe does not use it.
+        full_kl_T: KL of actor against reference over the vocabulary (nats); zeros (None) if the
+            recipe does not use it.
         ref_hidden_T: the reference's hidden states that predict token t, ``[T, hidden]`` in the
             model's dtype; ``[T, 0]`` (None) if the actor's loss does not use them.
-        entropy_T: entropy of the actor's distribution of token t, float32 ``[T]`` (nats); zeros
-            (None) if the actor did not compute.
-        squares_T: sum of the actor's squared probabilities of the vocabulary at token t, float32
-            ``[T]``; zeros (None) if the recipe does not use it.
+        entropy_T: entropy of the actor's distribution of token t (nats); zeros (None) if the actor
+            did not compute.
+        squares_T: sum of the actor's squared probabilities of the vocabulary at token t; zeros
+            (None) if the recipe does not use it.
     """
 
     batch: Batch

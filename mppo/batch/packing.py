@@ -19,18 +19,13 @@ def pack_episodes(
     """Concatenate the episodes that this rank holds on one token axis.
 
     Args:
-        episodes: all; they may have no tokens. One without a score scores 0. Each has one
-            sequence or several.
+        episodes: all, at least one; they may have no tokens. One without a score scores 0.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
             with fewer tokens than this. The slot repeats the last token, which nothing reads.
-            0: no end slots.
         bootstraps: append one to every response that was cut off by its length.
 
     Returns:
         Batch on the CPU; no sequence has a home.
-
-    Raises:
-        InputError: no episode.
     """
     if not episodes:
         raise InputError("a batch needs at least one episode")
@@ -89,12 +84,7 @@ def _ones_at(tokens: int, starts: Tensor, counts: Tensor) -> Tensor:
 
 
 def _clear_inserted(mask_T: Tensor, held: Sequence[Episode], starts: Sequence[int]) -> None:
-    """Clear a mask on the tokens of environments, in place.
-
-    Args:
-        mask_T: float32 ``[T]``.
-        starts: index of the token after the prompt of each.
-    """
+    """Clear a mask on the tokens of environments, in place; ``starts`` are after the prompts."""
     for episode, start in zip(held, starts, strict=True):
         for version, count in episode.parts:
             if version == NO_WEIGHTS:
@@ -103,11 +93,8 @@ def _clear_inserted(mask_T: Tensor, held: Sequence[Episode], starts: Sequence[in
 
 
 def _spread_rewards(held: Sequence[Episode], mask_T: Tensor, starts: Sequence[int]) -> Tensor:
-    """``Batch.token_rewards_T`` of episodes, whose tokens after the prompt begin at ``starts``.
-
-    The reward of an environment's token belongs to the response token before it, whose effect it
-    is.
-    """
+    """``Batch.token_rewards_T`` of episodes, whose tokens after the prompt begin at ``starts``. The
+    reward of an environment's token belongs to the response token before it, whose effect it is."""
     rewards = [() if each.score is None else each.score.token_rewards for each in held]
     if not any(map(len, rewards)):
         return no_token_rewards(mask_T)
@@ -121,7 +108,6 @@ def _spread_rewards(held: Sequence[Episode], mask_T: Tensor, starts: Sequence[in
 
 
 def _concatenate_tokens(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
-    """``Batch.tokens_T`` of episodes with these numbers of end slots."""
     parts = [np.empty(0, dtype=np.int32)]
     for episode, count in zip(held, slots, strict=True):
         response = episode.here.ids.numpy()
@@ -134,7 +120,6 @@ def _concatenate_tokens(held: Sequence[Episode], slots: Sequence[int]) -> Tensor
 
 
 def _concatenate_logprobs(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
-    """``Batch.rollout_logprobs_T`` of episodes with these numbers of end slots."""
     zeros = torch.zeros(1 + max((len(each.prompt.token_ids) for each in held), default=0))
     parts = [zeros[:0]]
     for episode, count in zip(held, slots, strict=True):
@@ -143,7 +128,6 @@ def _concatenate_logprobs(held: Sequence[Episode], slots: Sequence[int]) -> Tens
 
 
 def _expand_versions(held: Sequence[Episode], slots: Sequence[int]) -> Tensor:
-    """``Batch.weight_version_T`` of episodes with these numbers of end slots."""
     runs: list[tuple[int, int]] = []
     for episode, count in zip(held, slots, strict=True):
         prompt = NO_WEIGHTS, len(episode.prompt.token_ids)

@@ -21,7 +21,6 @@ class ComparedByValue:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # Python's way to say: not hashable
 
     def convert(self, name: str, dtype: torch.dtype) -> None:
-        """Make a field a tensor of this dtype on the CPU."""
         given = getattr(self, name)
         if not isinstance(given, Tensor) or given.dtype != dtype:
             object.__setattr__(self, name, torch.as_tensor(given, dtype=dtype))
@@ -39,11 +38,9 @@ class Prompt(ComparedByValue):
 
     Args:
         uid: position in the data order, unique within a run; samples of one prompt share it.
-        token_ids: int32 ``[P]``, prompt tokens after chat template, filtering and truncation. Any
-            sequence of integers is converted.
+        token_ids: int32 ``[P]`` (any sequence is converted), after chat template, filtering and
+            truncation.
         data_source: name of the task or data set; selects the verifier.
-        ground_truth: the reference answer for the verifier.
-        text: the prompt as text, for tables.
         extra: other columns of the data row.
         verifier: the verifier of the prompt's source; None: that of the recipe or data source.
         messages: the conversation, with ``role`` and ``content`` in each message; empty if the

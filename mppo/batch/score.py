@@ -14,16 +14,14 @@ class ResponseScore:
     """The score of one response and the further numbers of the reward function.
 
     Args:
-        score: the outcome reward plus ``token_total``.
+        score: the outcome reward plus ``token_total``, the sum of the rewards of its tokens.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
         error: why there is no score, if ``score`` is the number of ``reward.on_error``.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of
             ``rewards.scores.UNSCORED``. Without ``error``, it scores 0 for that reason.
-        token_total: sum of the rewards of its tokens.
-        token_rewards: reward of each token, on the rank that holds the response; empty: all 0.
+        token_rewards: of each token, on the rank that holds the response; empty: all 0.
         answer: the final answer in the response; empty if it has none, None if nothing reads it.
-        right: whether the response is right, before any shaping of the score; None if the reward
-            does not say so.
+        right: whether the response is right, before any shaping of the score; None if unknown.
     """
 
     score: float
@@ -36,7 +34,6 @@ class ResponseScore:
     right: bool | None = None
 
     def scaled(self, factor: float) -> ResponseScore:
-        """The score and its token rewards, multiplied by a factor."""
         rewards = compact(factor * np.asarray(self.token_rewards, np.float64))
         total, score = factor * self.token_total, factor * self.score
         return replace(self, score=score, token_total=total, token_rewards=rewards)
@@ -47,7 +44,6 @@ class ResponseScore:
 
     @property
     def outcome(self) -> float:
-        """The outcome reward: the score without the token rewards."""
         return self.score - self.token_total
 
 

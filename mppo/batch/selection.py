@@ -46,7 +46,6 @@ def select_batch(batch: Batch, indices: Indices) -> Batch:
 
 
 def select_outputs(outputs: Outputs, indices: Indices) -> Outputs:
-    """See :func:`select_batch`; for a batch with outputs."""
     chosen = torch.as_tensor(indices, dtype=torch.int64)
     changes = _select_fields(outputs, outputs.batch, chosen)
     return replace(outputs, batch=select_batch(outputs.batch, chosen), **changes)
@@ -60,14 +59,7 @@ def select_experience(experience: Experience, indices: Indices) -> Experience:
 
 
 def concatenate_batches(batches: Sequence[Part]) -> Part:
-    """Concatenate batches.
-
-    Args:
-        batches: of the first one's type or a derived one.
-
-    Raises:
-        InputError: ``batches`` is empty.
-    """
+    """Concatenate batches, at least one, of the first one's type or a derived one."""
     if not batches:
         raise InputError("concatenate_batches needs at least one batch")
     counts = torch.tensor([batch.num_sequences for batch in batches])

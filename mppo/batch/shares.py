@@ -28,14 +28,7 @@ _UNEVEN = 1.5
 def pack_at_home(
     episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
 ) -> Batch:
-    """Pack episodes where their tokens are, see ``pack_episodes``.
-
-    Args:
-        episodes: all, scored.
-
-    Returns:
-        The batch, with the sequences' homes.
-    """
+    """Pack scored episodes where their tokens are (``pack_episodes``), and set their homes."""
     batch = pack_episodes(episodes, end_slots_below, bootstraps)
     if group_size() == 1:
         return batch
@@ -51,17 +44,9 @@ def pack_at_home(
 
 
 def share_out(batch: Batch, num_experts: int | None = None) -> Batch:
-    """Give sequences homes of nearly equal numbers of tokens. Collective.
-
-    Homes that are even enough stay, so that nothing moves twice.
-
-    Args:
-        batch: held by every rank, or by homes of any load.
-        num_experts: of the actor's model; None: it has none.
-
-    Returns:
-        The batch; this rank holds the sequences whose home it is.
-    """
+    """Give sequences homes of nearly equal numbers of tokens, where this rank holds its own.
+    Collective. Homes that are even enough stay, so that nothing moves twice. ``num_experts`` None:
+    the actor's model has none."""
     if num_experts is not None and num_experts <= unknown_expert(torch.uint8):
         batch = replace(batch, routed_experts_T=narrow_choices(batch.routed_experts_T))
     world = group_size()

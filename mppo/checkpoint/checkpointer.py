@@ -50,7 +50,6 @@ class Checkpointer:
         roles: trained roles by name; the first is the one that is exported with a checkpoint.
         parts: the other parts of the run that have a state, by name.
         recipe: the resolved recipe as plain values, without secrets.
-        stop: stop requests of this process.
         exporting: context in which the weights are on the device, for an export.
         flush: flushes what the run has logged to disk, before a checkpoint can be complete.
 
@@ -58,7 +57,6 @@ class Checkpointer:
         partial: responses that no step has trained on yet: they were aborted when a batch was full,
             other samples of their prompt are missing, or they were generated ahead.
         stopped_early: whether a stop request ended the run before its last step.
-        failed_saves: number of saves that failed.
     """
 
     def __init__(
@@ -96,13 +94,7 @@ class Checkpointer:
             stop_request.on_request(self._report_stopping)
 
     def resume(self, found: Found | None) -> int:
-        """Load a checkpoint.
-
-        Args:
-            found: the chosen checkpoint (``mppo.checkpoint.resume``); None for a fresh start.
-
-        Returns:
-            The last completed step; 0 for a fresh start.
+        """Load a checkpoint (None: a fresh start), and return the last completed step.
 
         Raises:
             ConfigError: the checkpoint cannot be loaded, or its position in the data denotes other
@@ -134,11 +126,7 @@ class Checkpointer:
         self._thread.wait_copied()
 
     def abandon_step(self, step: int, reason: StepInterrupted) -> None:
-        """End the run within a step, with a checkpoint of the previous step.
-
-        Args:
-            reason: whether it had begun to update the models.
-        """
+        """End the run within a step, with a checkpoint of the previous step."""
         name = self._stop.signal_name or "a signal on another rank"
         self._collect(self._thread.wait())
         if reason.half_done:
@@ -150,12 +138,8 @@ class Checkpointer:
         self.stopped_early = True
 
     def rescue(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Save the last completed step before the run fails, and wait for the save.
-
-        Args:
-            step: the PPO step in which the run fails, before its first update.
-            metrics: of the step, if it is complete and its validation failed; otherwise None.
-        """
+        """Save the last completed step before the run fails in ``step``, before its first update,
+        and wait. ``metrics`` are of the step, if it is complete and its validation failed."""
         self._collect(self._thread.wait())
         if metrics is None:
             self._save_if_missing(step - 1, self._metrics, self._step_start)
@@ -172,15 +156,8 @@ class Checkpointer:
             self.save(done, metrics, before)
 
     def after_step(self, step: int, last: bool, metrics: Mapping[str, float]) -> bool:
-        """Save if a save is due or the run is to stop.
-
-        Args:
-            step: the PPO step that has just ended.
-            metrics: of the step, for the choice of the best checkpoint.
-
-        Returns:
-            Whether the run must stop now.
-        """
+        """Save if a save is due or the run is to stop; return whether it must stop now. ``metrics``
+        of the step choose the best checkpoint."""
         step_done(step)
         self._metrics = metrics
         self._timing.step_done()
@@ -204,11 +181,8 @@ class Checkpointer:
     def save(
         self, step: int, metrics: Mapping[str, float], before: StepStart | None = None
     ) -> None:
-        """Start a save; with ``trainer.async_save: false`` also wait for it.
-
-        Args:
-            before: the state after that step, if it has changed since; None: the current state.
-        """
+        """Start a save; with ``trainer.async_save: false`` also wait for it. ``before`` is the
+        state after that step, if it has changed since."""
         self._collect(self._thread.wait())
         building = folders.partial_checkpoint(self.root, step)
         self._last_error = self._prepare(building)
@@ -235,11 +209,7 @@ class Checkpointer:
         dist.barrier()
 
     def finish(self) -> None:
-        """Wait for the save in progress.
-
-        Raises:
-            SaveError: on every rank, if the last save failed on any rank.
-        """
+        """Wait for the save in progress; SaveError on every rank, if the last one failed on any."""
         self._collect(self._thread.wait())
         errors = all_gather_objects(self._last_error)
         if any(errors):
@@ -270,11 +240,7 @@ class Checkpointer:
         return clock, signalled or limit
 
     def _prepare(self, building: Path) -> str | None:
-        """Flush the logs and create the folders.
-
-        Returns:
-            The error, the same on every rank, or None.
-        """
+        """Flush the logs and create the folders; return the error, or None, equal on every rank."""
         error = None
         if self._rank == 0:
             try:
@@ -296,7 +262,6 @@ class Checkpointer:
         metrics: Mapping[str, float],
         before: StepStart | None = None,
     ) -> SaveJob:
-        """Plan a save: this rank's shards and small files, and the manifest."""
         shards, counters = {}, {}
         for name, role in self.roles.items():
             counters[name] = role_counters(role)

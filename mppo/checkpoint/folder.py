@@ -32,14 +32,8 @@ MAX_NUMBER = 1 << 60
 
 @dataclass(frozen=True)
 class Manifest:
-    """The table of contents of a checkpoint.
-
-    Args:
-        world_size: number of ranks that wrote the checkpoint.
-        roles: layout and model (``describe_model``) by role.
-        files: sizes and checksums by path relative to the folder.
-        format: version of the folder's format; readers refuse newer ones.
-    """
+    """The table of contents of a checkpoint: sizes and checksums by path relative to the folder,
+    ``describe_model`` by role, and ``format``, whose newer versions readers refuse."""
 
     step: int
     world_size: int
@@ -51,23 +45,19 @@ class Manifest:
 
 
 def final_path(root: Path, step: int) -> Path:
-    """Path of a step's checkpoint."""
     return root / f"global_step_{step}"
 
 
 def partial_checkpoint(root: Path, step: int) -> Path:
-    """Path under which a step's checkpoint is built."""
     return root / f".global_step_{step}.partial"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None for other names."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Folders with a checkpoint's name, highest step first."""
     if not root.is_dir():
         return []
     found = [(step, p) for p in root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
@@ -75,7 +65,6 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, the last file of a checkpoint."""
     write_bytes(folder / MANIFEST, manifest_bytes(asdict(manifest)))
 
 
@@ -146,12 +135,7 @@ def _wrong_entry(manifest: Manifest) -> str | None:
 
 
 def read_verified(folder: Path) -> Manifest:
-    """Read a manifest and compare all files with it.
-
-    Raises:
-        Damaged: the manifest, or a file that differs from it.
-        InputError: the checkpoint has a newer format.
-    """
+    """Compare all files with the manifest; raises as ``read_manifest``, or Damaged for a file."""
     manifest = read_manifest(folder)
     disk.check_sizes(folder, manifest.files)
     disk.check_contents(folder, manifest.files)
@@ -169,9 +153,7 @@ def publish_checkpoint(building: Path, final: Path) -> None:
 
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | None) -> int | None:
     """The step with the highest value of a metric (``-name``: the lowest); the later one if equal.
-
-    Steps without the metric, or with a NaN, are ignored; None if no step is left.
-    """
+    Steps without the metric, or with a NaN, are ignored."""
     if metric is None:
         return None
     sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
@@ -183,13 +165,8 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], metric: str | 
 def expendable(
     metrics_by_step: Mapping[int, Mapping[str, float]], keep: int | None, metric: str | None
 ) -> Sequence[int]:
-    """List the steps whose checkpoints may be deleted.
-
-    Args:
-        metrics_by_step: metrics of every verified checkpoint.
-        keep: number of the newest checkpoints to keep; None keeps all.
-        metric: the checkpoint that is best by this metric is kept too.
-    """
+    """List the steps of verified checkpoints that may be deleted: neither among the ``keep`` newest
+    (None keeps all) nor best by the metric."""
     if keep is None:
         return []
     best = best_step(metrics_by_step, metric)

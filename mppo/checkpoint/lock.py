@@ -30,12 +30,7 @@ def run_folder_lock(
 
     The operating system (``flock``) releases the lock when the process ends, for whatever reason.
     On a file system without such locks the folder is used without one, and a line reports it.
-
-    Args:
-        patience_s: seconds to wait for another job to end.
-
-    Raises:
-        ConfigError: another job holds the lock, or the folder cannot be written.
+    ConfigError: another job holds the lock after ``patience_s``, or the folder cannot be written.
     """
     held: list[IO[str]] = []
 
@@ -93,7 +88,6 @@ def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s:
 
 
 def _holder(stream: IO[str]) -> str:
-    """The process that holds the lock, as recorded in the file."""
     stream.seek(0)
     try:
         holder = json.loads(stream.read())

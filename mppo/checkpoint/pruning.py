@@ -16,19 +16,9 @@ BEST = "best"
 
 
 class Pruner:
-    """Deletes superfluous checkpoints of a run, and links the best one.
-
-    The metrics of a checkpoint are in its manifest, so the choice survives a restart. The pruner
-    verifies each checkpoint of an earlier job once. A damaged checkpoint is neither counted nor
-    deleted.
-
-    Args:
-        trainer: ``max_ckpt_to_keep`` and ``best_metric`` are read.
-        root: folder of the checkpoints.
-
-    Attributes:
-        verified: steps of checkpoints that this process has written or verified.
-    """
+    """Deletes superfluous checkpoints of a run, and links the best one. The metrics of a checkpoint
+    are in its manifest, so the choice survives a restart. The pruner verifies each checkpoint of an
+    earlier job once. A damaged checkpoint is neither counted nor deleted."""
 
     def __init__(self, trainer: TrainerConfig, root: Path, say: Callable[[str], None]) -> None:
         self.verified: set[int] = set()
@@ -38,9 +28,7 @@ class Pruner:
 
     def published(self, step: int) -> None:
         """Record that a step's checkpoint is complete; link the best one, delete superfluous ones.
-
-        Without ``max_ckpt_to_keep`` nothing is deleted.
-        """
+        Without ``max_ckpt_to_keep`` nothing is deleted."""
         self.verified.add(step)
         keep, metric = self._trainer.max_ckpt_to_keep, self._trainer.best_metric
         metrics = self._metrics() if keep or metric else {}
@@ -90,10 +78,8 @@ class Pruner:
 
 
 def _link(link: Path, target: Path) -> str | None:
-    """Let a link name a folder beside it; returns why that is not possible, or None.
-
-    A link is a convenience: a save must not fail without it.
-    """
+    """Let a link name a folder beside it; returns why that is not possible, or None. A link is a
+    convenience: a save must not fail without it."""
     if link.exists() and not link.is_symlink():
         return f"{link} exists and is not a link"
     building = link.with_name(f".{link.name}.partial")

@@ -22,16 +22,12 @@ from mppo.weights.hf.safetensors_file import read_header
 
 
 def file_name(rank: int) -> str:
-    """Path of the rank's file, relative to the checkpoint."""
     return f"random/rank_{rank:05d}.safetensors"
 
 
 def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
-    """Serialise this rank's random state as a safetensors file.
-
-    Args:
-        layouts: groups by role, which hold the states of Megatron's trackers.
-    """
+    """Serialise this rank's random state, with that of Megatron's trackers in the groups by role,
+    as a safetensors file."""
     # the legacy form; numpy's annotation has its dict too
     state = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
     numpy_kind, numpy_keys, *numpy_rest = state
@@ -48,11 +44,8 @@ def random_state(layouts: Mapping[str, LayoutGroups]) -> bytes:
 
 
 def load_random_state(folder: Path, rank: int, layouts: Mapping[str, LayoutGroups]) -> None:
-    """Restore the state that the same rank of the same layouts saved.
-
-    Raises:
-        ValueError, KeyError, TypeError: the file does not hold such a state.
-    """
+    """Restore the state that the same rank of the same layouts saved; ValueError, KeyError or
+    TypeError if the file does not hold one."""
     read_header(folder / file_name(rank))
     with safe_open(folder / file_name(rank), framework="pt") as file:
         header = file.metadata()

@@ -9,12 +9,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A block of a tensor whose elements are contiguous in memory.
-
-    Args:
-        offset: of the block, along each dimension.
-        start: index of its first element in the flattened tensor.
-    """
+    """A block of a tensor whose elements are contiguous in memory; ``start`` is the index of its
+    first element in the flattened tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -22,22 +18,14 @@ class Rectangle:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """Cut elements ``start`` to ``stop`` of the flattened tensor into rectangles.
-
-    There are at most ``2 n - 1`` for n dimensions: the end of a row, complete rows, the start of a
-    row; the incomplete rows are cut in the same way along the next dimension.
-
-    Args:
-        start, stop: 0 <= start <= stop <= number of elements.
-
-    Returns:
-        Disjoint rectangles in order, whose union is the range.
-    """
+    """Cut elements ``start`` to ``stop`` of the flattened tensor into rectangles. There are at most
+    ``2 n - 1`` for n dimensions: the end of a row, complete rows, the start of a row; the
+    incomplete rows are cut in the same way along the next dimension. The rectangles are disjoint
+    and in order; 0 <= start <= stop <= number of elements."""
     assert 0 <= start <= stop <= prod(shape)
     if start == stop:
         return []

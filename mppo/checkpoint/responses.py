@@ -30,12 +30,9 @@ def file_of_rank(rank: int) -> str:
 
 
 def to_bytes(held: EpisodesBySample) -> bytes:
-    """Serialise the partial responses of a rank.
-
-    For response r the file has ``r/prompt_ids`` and ``r/response_ids`` (int64), ``r/logprobs``
-    (float32, as in a batch) and, if known, ``r/routed_experts`` (int16 ``[tokens, layers, k]``);
-    all other fields are a JSON table in the header.
-    """
+    """Serialise the partial responses of a rank. For response r the file has ``r/prompt_ids`` and
+    ``r/response_ids`` (int64), ``r/logprobs`` (float32, as in a batch) and, if known,
+    ``r/routed_experts`` (int16 ``[tokens, layers, k]``); other fields are JSON in the header."""
     tensors: dict[str, Tensor] = {}
     table = []
     for row, ((uid, sample), response) in enumerate(held.items()):
@@ -58,15 +55,10 @@ def to_bytes(held: EpisodesBySample) -> bytes:
 
 
 def load_responses(folder: Path, rank: int = 0, world: int = 1) -> EpisodesBySample:
-    """Load the responses of a checkpoint; none if it has no such file.
-
-    They get homes of nearly equal numbers of tokens, whatever the number of ranks that saved them.
-    Their prompts have only uid and tokens; ``GenerationRequest.resumed`` replaces them by the full
-    prompts.
-
-    Raises:
-        ValueError, KeyError, TypeError: a file does not hold such responses.
-    """
+    """Load the responses of a checkpoint; none if it has no such file. They get homes of nearly
+    equal numbers of tokens, whatever the number of ranks that saved them. Their prompts have only
+    uid and tokens; ``GenerationRequest.resumed`` replaces them by the full prompts. ValueError,
+    KeyError, TypeError: a file does not hold such responses."""
     files = sorted(folder.glob(_FILES))
     tables = [_read_table(path) for path in files]
     lengths = [entry["tokens"] for table in tables for entry in table]
@@ -95,7 +87,6 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def _episode(file: Any, place: int, entry: Mapping[str, Any], home: int) -> Episode:
-    """A response without its tokens."""
     earlier = tuple((version, tokens) for version, tokens in entry["earlier"])
     last = entry["tokens"] - sum(tokens for _, tokens in earlier)
     prompt = Prompt(entry["uid"], file.get_tensor(f"{place}/prompt_ids"), "", "", "")

@@ -35,8 +35,6 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True)
 class Found:
-    """An intact checkpoint to resume from."""
-
     folder: Path
     manifest: Manifest
 
@@ -47,15 +45,8 @@ def choose(
     roles: Mapping[str, Mapping[str, Any]],
     say: Callable[[str], None],
 ) -> Found | None:
-    """Choose the checkpoint to resume from, the same on every rank. Collective; writes nothing.
-
-    Args:
-        trainer: ``resume_mode`` and ``resume_from_path`` are read.
-        root: folder of the run's checkpoints.
-        roles: ``describe_model`` of each trained role.
-
-    Returns:
-        None if the run has no checkpoint or ``resume_mode`` is disable.
+    """Choose the checkpoint to resume from, the same on every rank; None if the run has none or
+    ``resume_mode`` is disable. Collective; writes nothing.
 
     Raises:
         ConfigError: ``resume_from_path`` is damaged; all checkpoints are; or the checkpoint is of
@@ -111,11 +102,7 @@ def _agreed(candidates: list[Path]) -> list[Path]:
 
 
 def first_problem(folder: Path, files: Files) -> str | None:
-    """Compare a folder's files with their entries, a share per rank. Collective.
-
-    Returns:
-        The first problem; None if there is none.
-    """
+    """The first problem of a folder's files, of which each rank compares a share. Collective."""
     mine = None
     try:
         check_sizes(folder, files)
@@ -132,11 +119,7 @@ def check_models(
     manifest: Manifest,
     roles: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Compare a checkpoint's models with those of this run.
-
-    Raises:
-        ConfigError: a role is missing, or its model differs.
-    """
+    """Raise ConfigError if a role is missing in a checkpoint, or its model is not this run's."""
     fix = "use another trainer.default_local_dir, or set trainer.resume_mode=disable"
     for role, mine in roles.items():
         if role not in manifest.roles:
@@ -153,11 +136,7 @@ def check_models(
 
 
 def _check_readable(trainer: TrainerConfig, candidate: Path, manifest: Manifest) -> None:
-    """Read ``resume_from_path`` in advance, before the run's own folder is changed.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Read ``resume_from_path`` before the run's own folder is changed; ConfigError if it fails."""
     try:
         for role in manifest.roles:
             read_checkpoint(candidate / role)
@@ -166,7 +145,6 @@ def _check_readable(trainer: TrainerConfig, candidate: Path, manifest: Manifest)
 
 
 def not_usable(trainer: TrainerConfig, folder: Path, error: Exception) -> ConfigError:
-    """The error for a chosen checkpoint that cannot be loaded."""
     if trainer.resume_from_path and Path(trainer.resume_from_path) == folder:
         key, value = "trainer.resume_from_path", trainer.resume_from_path
     else:
@@ -181,10 +159,8 @@ def _refusal(key: str, value: Any, why: str, fix: str) -> ConfigError:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield the recipe keys whose values differ, as ``key: old -> new``.
-
-    A key that the older version of mppo did not have counts as its default.
-    """
+    """Yield the recipe keys whose values differ, as ``key: old -> new``. A key that the older
+    version of mppo did not have counts as its default."""
     defaults = dict(_flat(Recipe().model_dump(mode="json")))
     old, new = dict(_flat(before)), dict(_flat(now))
     for key in sorted({*old, *new}):

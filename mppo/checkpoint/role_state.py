@@ -57,28 +57,21 @@ _SHAPE_KEYS = (
 def describe_model(
     hf_config: Any, head: str, dtype: torch.dtype, value_bins: int = 1
 ) -> dict[str, Any]:
-    """Describe a model by the values that a checkpoint and the loading model must share.
-
-    Args:
-        head: "policy" or "value".
-    """
+    """Describe a model, with ``head`` "policy" or "value", by the values that a checkpoint and the
+    loading model must share."""
     shape = {key: getattr(hf_config, key) for key in _SHAPE_KEYS if hasattr(hf_config, key)}
     bins = {} if value_bins == 1 else {VALUE_BINS: value_bins}
     return {**shape, **bins, "head": head, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def describe_role(role: Role) -> dict[str, Any]:
-    """Describe the model of a role; see :func:`describe_model`."""
     settings = role.settings
     return describe_model(role.hf_config, settings.head, role.dtype, settings.value_bins)
 
 
 def role_bytes(role: Role) -> float:
-    """Estimate the bytes of a role in a checkpoint.
-
-    They comprise weights, moments and, if there are any, float32 weights and the moving average. Of
-    experts that are spread over ranks only one rank's are counted.
-    """
+    """Estimate the bytes of a role in a checkpoint: weights, moments, float32 weights, the moving
+    average. Of experts that are spread over ranks only one rank's are counted."""
     width = role.dtype.itemsize
     each = width + 8 + (4 if width < 4 else 0) + (width if role.weights.average is not None else 0)
     here = sum(p.numel() for stage in role.stages for p in stage.parameters())
@@ -86,11 +79,9 @@ def role_bytes(role: Role) -> float:
 
 
 def sharded_state(role: Role) -> dict[str, Any]:
-    """Make Megatron's sharded state of a role. The layout's groups must be active.
-
-    Its tensors share memory with the role's; ``load_sharded`` fills those of the optimizer in
-    place. Those of parts in host memory are views of it.
-    """
+    """Make Megatron's sharded state of a role. The layout's groups must be active. Its tensors
+    share memory with the role's; ``load_sharded`` fills those of the optimizer in place. Those of
+    parts in host memory are views of it."""
     model: dict[str, Any] = {}
     with _readable_parameters(role) as readable:
         for i, stage in enumerate(role.stages):
@@ -114,13 +105,8 @@ def sharded_state(role: Role) -> dict[str, Any]:
 
 @contextmanager
 def _readable_parameters(role: Role) -> Iterator[dict[int, torch.nn.Parameter]]:
-    """Inside the context, parameters in host memory are replaced in their modules by views of it.
-
-    The parameters themselves keep their device: hooks of Megatron's DDP depend on it.
-
-    Yields:
-        The replacements, by ``id`` of the parameter.
-    """
+    """Inside the context, parameters in host memory are replaced in their modules by views of it,
+    yielded by ``id``. The parameters keep their device: hooks of Megatron's DDP depend on it."""
     storages = role.weights.storages
     replaced: dict[int, torch.nn.Parameter] = {}
     places = []
@@ -155,7 +141,6 @@ def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, d
 
 
 def _with_average(entry, average: Tensor):
-    """A parameter's entry with another key and its moving average as data."""
     if isinstance(entry, ShardedTensor):
         return replace(entry, key=f"average.{entry.key}", data=average, dtype=average.dtype)
     return replace(entry, key=f"average.{entry.key}", data=average)
@@ -163,12 +148,7 @@ def _with_average(entry, average: Tensor):
 
 @dataclass(frozen=True)
 class _Share:
-    """The range of a parameter that this rank's optimizer updates.
-
-    Args:
-        main: the tensor that the optimizer updates: elements ``start`` to ``stop`` of the flattened
-            parameter.
-    """
+    """The range of a flattened parameter that this rank's optimizer updates."""
 
     parameter: Tensor
     main: Tensor
@@ -210,13 +190,6 @@ def _state_of(share: _Share, states, storages: MovedStorages) -> dict[str, Tenso
 def _pieces(
     share: _Share, parameter: Tensor, entry, tensors: dict[str, Tensor]
 ) -> list[ShardedTensor]:
-    """The share's state as rectangles of the stored tensors.
-
-    Args:
-        share: the range of the parameter.
-        parameter: the parameter, where it can be read.
-        entry: its sharded entry.
-    """
     leaves = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     pieces = []
     for leaf in leaves:
@@ -259,15 +232,8 @@ def _is_sharded(entry: Any) -> bool:
 
 
 def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:
-    """Load a role's weights and optimizer from its part of a checkpoint. Collective.
-
-    Args:
-        role: built for the same model, in any layout.
-        counters: ``role_counters`` of the run that saved it.
-
-    Raises:
-        InputError: the checkpoint is damaged, or lacks tensors of this role or parts of them.
-    """
+    """Load a role's weights and optimizer, in any layout, with the ``role_counters`` of the run
+    that saved it. InputError: the checkpoint is damaged or lacks tensors. Collective."""
     with role.groups.active(), torch.no_grad():
         state = sharded_state(role)
         averages = {

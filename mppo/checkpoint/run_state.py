@@ -26,11 +26,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class StepStart:
-    """State at the start of a step, of what the step changes before its first update.
-
-    Args:
-        parts: the parts' states as JSON.
-    """
+    """State (JSON) at the start of a step, of what the step changes before its first update."""
 
     parts: str
     random: bytes
@@ -38,12 +34,8 @@ class StepStart:
 
 
 def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:
-    """Load the models and optimizers of a checkpoint. Collective.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: the folder is not a checkpoint, is damaged, or has
-            other models.
-    """
+    """Load the models and optimizers of a checkpoint. Collective. ValueError, KeyError, TypeError,
+    OSError: the folder is not a checkpoint, is damaged, or has other models."""
     counters = read_json(folder / STATE, nan=True)["roles"]
     for name, role in roles.items():
         load_role(role, folder / name, counters[name])

@@ -13,23 +13,17 @@ from mppo.weights.hf.safetensors_file import byte_view
 
 
 class HostBuffers:
-    """Copies of tensors, in memory that is reused by the next save.
-
-    Allocating memory would cost more than the copy: the system maps it page by page, and pins it
-    page by page for a GPU to write to it. One save at a time may use the buffers.
-    """
+    """Copies of tensors, in memory that is reused by the next save. Allocating memory would cost
+    more than the copy: the system maps it page by page, and pins it page by page for a GPU to write
+    to it. One save at a time may use the buffers."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, key: Hashable, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the host; the copy is complete after ``device.synchronize()``.
-
-        Args:
-            key: identifies the tensor, the same in every save.
-            tensor: on any device.
-        """
+        """Copy a tensor to the host; the copy is complete after ``device.synchronize()``. ``key``
+        identifies the tensor, the same in every save."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             pinned = not tensor.is_cpu
@@ -40,10 +34,8 @@ class HostBuffers:
 
 def give_own_storages(sharded_state: dict | list) -> None:
     """Give every host tensor a storage of exactly its own elements, over the same memory.
-
     torch.save writes a tensor's complete storage, so Megatron's writer copies any tensor that is
-    part of a larger one. Nearly all optimizer states and parameters are.
-    """
+    part of a larger one. Nearly all optimizer states and parameters are."""
     for entry in nested_values(sharded_state):
         if isinstance(entry, ShardedTensor) and entry.data is not None:
             entry.data = _same_memory(entry.data)

@@ -25,14 +25,8 @@ def parse_duration(text: str) -> float:
 
 @dataclass
 class SaveTiming:
-    """Durations of steps and saves, and the decisions that depend on them.
-
-    Every rank has one; the first rank's decides.
-
-    Args:
-        now: returns seconds of a monotonic clock.
-        checkpoint_bytes: approximate size of a checkpoint.
-    """
+    """Durations of steps and saves, and the decisions that depend on them. Every rank has one; the
+    first rank's decides. ``now`` returns seconds of a monotonic clock."""
 
     trainer: TrainerConfig
     now: Callable[[], float] = time.monotonic
@@ -47,13 +41,11 @@ class SaveTiming:
         self._began = self._last_save = self._last_step = self.now()
 
     def step_done(self) -> None:
-        """Record the end of a PPO step; its duration is the time since the previous end."""
         now = self.now()
         self.longest_step_s = max(self.longest_step_s, now - self._last_step)
         self._last_step = now
 
     def saved(self) -> None:
-        """Record the start of a save."""
         self._last_save = self.now()
 
     @property
@@ -62,12 +54,8 @@ class SaveTiming:
         return self.longest_save_s or self.checkpoint_bytes / _BYTES_PER_S
 
     def describe_stopping(self, done: int, patience_s: float) -> str:
-        """The line that tells the user how long stopping takes, when a signal arrives.
-
-        Args:
-            done: the last completed PPO step; 0 for none.
-            patience_s: seconds until the launcher kills the processes.
-        """
+        """The line that tells the user how long stopping takes, after ``done`` steps and
+        ``patience_s`` seconds before the launcher kills the processes."""
         if not self.trainer.save_on_signal:
             return "stopping without a checkpoint (trainer.save_on_signal=false)"
         if not done:
@@ -86,10 +74,8 @@ class SaveTiming:
         )
 
     def is_due_by_step(self, step: int, last: bool) -> bool:
-        """Whether ``save_freq`` schedules a save after this step.
-
-        The last step is saved if saves are scheduled by steps or by minutes.
-        """
+        """Whether ``save_freq`` schedules a save after this step. The last step is saved if saves
+        are scheduled by steps or by minutes."""
         every = self.trainer.save_freq
         scheduled = every > 0 or self.trainer.save_every_minutes is not None
         return (every > 0 and step % every == 0) or (last and scheduled)

@@ -66,14 +66,8 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 @dataclass
 class PlannedShards:
-    """This rank's part of one role's distributed checkpoint.
-
-    Args:
-        metadata: of all shards; None except on the first rank.
-        common: state that is not sharded; the first rank writes it.
-        buckets: one file each: (path, name, (byte items, tensor items)).
-        buffers: hold copies of tensors, as training continues during the save; None if it waits.
-    """
+    """This rank's part of one role's distributed checkpoint. The first rank has ``metadata`` of all
+    shards, and writes ``common``. Buckets are files: (path, name, (byte items, tensor items))."""
 
     folder: Path
     writer: filesystem_async.FileSystemWriterAsync
@@ -84,10 +78,8 @@ class PlannedShards:
     staged: bool = field(default=False, init=False)
 
     def stage(self) -> None:
-        """Copy the tensors to host memory that training does not change, unless that is done.
-
-        A save for which training waits needs no copy; its tensors need only be complete.
-        """
+        """Copy the tensors to host memory that training does not change, unless that is done. A
+        save for which training waits needs no copy; its tensors need only be complete."""
         if self.staged:
             return
         self.staged = True
@@ -99,12 +91,8 @@ class PlannedShards:
 
 
 def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) -> PlannedShards:
-    """Plan which rank writes which shard, and stage a GPU's tensors. Collective.
-
-    Args:
-        folder: the role's folder; exists and is empty.
-        buffers: hold copies of tensors, as training continues during the save; None if it waits.
-    """
+    """Plan which rank writes which shard to an empty folder, and stage a GPU's tensors. Collective.
+    ``buffers`` hold copies, as training continues during the save; None if it waits."""
     # Megatron would start a manager process to collect results from its writer processes
     filesystem_async._results_queue = filesystem_async._results_queue or queue.SimpleQueue()
     strategy = _PlanOnly("torch_dist", 1, thread_count=2)
@@ -176,9 +164,6 @@ class SaveJob:
     """One rank's share of one checkpoint.
 
     Args:
-        building: the folder under construction.
-        final: the path of the complete folder.
-        shards: this rank's planned shards by role.
         contents: small files that this rank writes, by path relative to ``building``.
         write_manifest: called on the first rank with the entries of all files.
         published: called on the first rank when the folder has its final name.
@@ -288,8 +273,6 @@ class SaveJob:
 
 
 class SaveThread:
-    """Runs one save at a time in the background."""
-
     def __init__(self) -> None:
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
@@ -303,7 +286,6 @@ class SaveThread:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing files."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait_copied(self) -> None:
@@ -316,7 +298,6 @@ class SaveThread:
         return None if self.busy else self.wait()
 
     def wait(self) -> SaveJob | None:
-        """Wait for the save in progress, if any, and return it."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -333,7 +314,6 @@ def _companions(common: dict) -> dict[str, bytes]:
 
 
 def _pack(result: WriteResult) -> list:
-    """A result as JSON values, for a note."""
     index, place = result.index, result.storage_data
     offset = None if index.offset is None else list(index.offset)
     where = [place.relative_path, place.offset, place.length]
@@ -341,7 +321,6 @@ def _pack(result: WriteResult) -> list:
 
 
 def _unpack(packed: list) -> WriteResult:
-    """The inverse of :func:`_pack`."""
     fqn, offset, index, size, where = packed
     key = MetadataIndex(fqn, None if offset is None else torch.Size(offset), index)
     return WriteResult(index=key, size_in_bytes=size, storage_data=_StorageInfo(*where))

@@ -26,15 +26,7 @@ class AdamW(torch.optim.Optimizer):
     ``p <- p (1 - lr wd)``; ``m <- b1 m + (1 - b1) g``; ``v <- b2 v + (1 - b2) g^2``;
     ``p <- p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)``
 
-    Args:
-        betas: ``b1`` and ``b2``, decay rates of the two moments.
-        eps: added to the denominator.
-        weight_decay: ``wd``.
-        adam_w_mode: True; the argument by which Megatron selects decoupled weight decay.
-
-    Raises:
-        InputError: ``adam_w_mode`` is False.
-
+    Megatron selects decoupled weight decay by ``adam_w_mode``; False raises InputError.
     Source: https://arxiv.org/abs/1711.05101.
     """
 

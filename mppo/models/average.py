@@ -13,14 +13,9 @@ from mppo.models.stage import Stage
 
 
 class MovingAverage:
-    """Float32 averages of this rank's shards, in host memory.
-
-    Every rank averages its own shards, without communication: the average of a shard is the shard
-    of the average, in every layout. The average is initialised with the weights.
-
-    Args:
-        decay: weight of the old average at each optimizer step.
-    """
+    """Float32 averages of this rank's shards, in host memory, initialised with the weights. Every
+    rank averages its own shards, without communication: the average of a shard is the shard of the
+    average, in every layout. ``decay`` is the weight of the old average at each step."""
 
     def __init__(self, stages: Sequence[Stage], decay: float) -> None:
         self.decay = decay
@@ -28,11 +23,9 @@ class MovingAverage:
         self._averages = [p.detach().float().cpu().clone() for p in self._weights]
 
     def update(self) -> None:
-        """Update the average after an optimizer step."""
         update_moving_average_(self._averages, self._weights, self.decay)
 
     def of_parameters(self) -> dict[int, Tensor]:
-        """The averages by ``id`` of the parameter."""
         return {id(p): average for p, average in zip(self._weights, self._averages)}
 
     @contextmanager

@@ -21,11 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def finalize_gradients(models, num_tokens, **kwargs) -> None:
-    """Reduce gradients without dividing them: losses already carry the global normaliser.
-
-    Megatron would update the routers' expert biases here, before the gradient is known to be
-    finite; ``RoleRouting.move_expert_biases`` updates them with the optimizer step instead.
-    """
+    """Reduce gradients without dividing them: losses already carry the global normaliser. Megatron
+    would update the routers' expert biases here, before the gradient is known to be finite;
+    ``RoleRouting.move_expert_biases`` updates them with the optimizer step instead."""
     config = get_model_config(models[0])
     has_bias = config.moe_router_enable_expert_bias
     config.moe_router_enable_expert_bias = False
@@ -39,12 +37,6 @@ def uses_transformer_engine(family: FamilyConfig) -> bool:
 
 
 def fused_kernels(family: FamilyConfig, use_te: bool, own_accumulation: bool) -> dict[str, bool]:
-    """The configuration's fields that choose fused kernels.
-
-    Args:
-        use_te: the layers are Transformer Engine's.
-        own_accumulation: see ``device.accumulates_weight_gradients``.
-    """
     # the fused rotary kernel for packed sequences ignores YaRN's factor on the cosines, Megatron
     # calls its fusion for MLA experimental, and older kernels have no interleaved pairs
     plain_rope = not family.is_mla and family.gpt_kwargs.get("position_embedding_type") != "yarn"
@@ -66,14 +58,11 @@ def transformer_config(
     dtype: torch.dtype,
     trained: bool = False,
 ) -> TransformerConfig:
-    """Build Megatron's configuration of a role.
+    """Build Megatron's configuration of a role; an MLATransformerConfig for MLA families.
 
-    Args:
-        trained: whether Megatron's DDP will hold gradient buffers that linear layers add to.
-
-    Returns:
-        TransformerConfig, or MLATransformerConfig for MLA families. Losses are summed over
-        micro-batches and data-parallel ranks, not averaged (``calculate_per_token_loss``).
+    Losses are summed over micro-batches and data-parallel ranks, not averaged
+    (``calculate_per_token_loss``). If ``trained``, Megatron's DDP will hold gradient buffers that
+    linear layers add to.
 
     Raises:
         ConfigError: Megatron rejects ``override_transformer_config``.
@@ -100,10 +89,7 @@ def fields_set(
     dtype: torch.dtype,
     trained: bool = False,
 ) -> dict[str, Any]:
-    """The configuration's fields before ``override_transformer_config`` applies.
-
-    Arguments are those of :func:`transformer_config`.
-    """
+    """The configuration's fields before ``override_transformer_config`` applies."""
     sequence_parallel = megatron.sequence_parallel and layout.tp > 1
     use_te = uses_transformer_engine(family)
     fused = fused_kernels(family, use_te, device.accumulates_weight_gradients())
@@ -156,7 +142,6 @@ def fields_set(
 
 
 def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
-    """The error that names ``override_transformer_config`` and Megatron's reason."""
     why = f"Megatron-Core's TransformerConfig rejects it: {error}"
     fix = "correct or remove the field that this message names"
     key = "megatron.override_transformer_config"
@@ -164,7 +149,6 @@ def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
-    """The layers of every chunk in the format of ``pipeline_model_parallel_layout``."""
     if layers is None:
         return None
     chunks = [["decoder"] * count for count in layers]

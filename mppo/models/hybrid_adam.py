@@ -15,7 +15,6 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 
 def prepare_moments(part: MegatronOptimizer) -> None:
-    """Allocate the moments of one of Megatron's optimizers, as zeros."""
     if not isinstance(part.optimizer, HybridDeviceOptimizer):
         part.init_state_fn(part.optimizer, part.config)
         return
@@ -47,7 +46,6 @@ def resume_steps(parts: Iterable[MegatronOptimizer], steps: int) -> None:
 
 
 def _holders(parts: Iterable[MegatronOptimizer]) -> Iterator[dict[str, Any]]:
-    """What holds the number of steps: parameter groups, or states in torch's AdamW."""
     for part in parts:
         if not isinstance(part.optimizer, HybridDeviceOptimizer):
             yield from part.optimizer.param_groups

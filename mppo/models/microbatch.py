@@ -24,13 +24,11 @@ class MicroBatch:
     that this rank predicts.
 
     Args:
-        tokens_t: int64 ``[t]`` on the model's device.
         packing: layout of the sequences, with padding as a sequence of its own;
             ``logits_to_keep`` ``[N]`` is the token of the ``t`` that predicts each response token.
-        target_N: int64 ``[N]``, the response tokens.
-        index_N: int64 ``[N]`` (device), position of each response token in the ``T``.
-        host_index_N: the same on the CPU.
-        origin_t: int64 ``[t]`` (CPU), ``packing.origin``.
+        target_N: int64, the response tokens.
+        index_N: int64 (device), position of each response token in the ``T``.
+        origin_t: int64 (CPU), ``packing.origin``.
         num_tokens: T.
         indices: the sequences, as indices into the batch.
     """
@@ -61,11 +59,7 @@ class MicroBatch:
 
 
 def select_held(batch: Sequences, numbers: Sequence[int]) -> Sequences:
-    """The batch with only some of its held sequences.
-
-    Args:
-        numbers: indices of sequences in the batch, ascending; all are held.
-    """
+    """The batch with only some of its held sequences, by their ascending indices in the batch."""
     if batch.held_H.tolist() == list(numbers):
         return batch
     places = batch.places(numbers)
@@ -87,18 +81,15 @@ def cut(
     context: ContextPlace | None = None,
     merge_rows: bool = True,
 ) -> MicroBatch:
-    """Make a micro-batch of some sequences of a batch.
+    """Make a micro-batch of some sequences of a batch, on this rank's device.
 
     Args:
         batch: the batch, on the CPU, which holds these sequences.
         indices: the sequences; an empty list gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         mask_T: float ``[T]`` of the batch, 1 on the tokens to predict.
-        context: this rank's place in its context-parallel group; None without context parallelism.
+        context: None without context parallelism.
         merge_rows: ``merge`` of ``split_context``.
-
-    Returns:
-        The micro-batch, on this rank's device.
     """
     chosen = batch.places(indices)
     lengths = batch.cu_seqlens.diff()[chosen]
@@ -138,7 +129,6 @@ def padding_tokens(total: int, multiple: int) -> int:
 
 
 def _pack_sequences(lengths: Tensor, multiple: int) -> Packing:
-    """Pack complete sequences; padding becomes a sequence of its own."""
     padding = padding_tokens(int(lengths.sum()), multiple)
     padded = [*lengths.tolist(), padding] if padding else lengths.tolist()
     return pack_sequences(torch.tensor([0, *padded]).cumsum(0), padding)

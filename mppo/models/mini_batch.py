@@ -56,15 +56,9 @@ TOKENS_ONLY = PassInputs()
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One mini-batch and its objective.
-
-    Args:
-        batch: holds at least the sequences that this rank works on; followed by the documents of
-            the pretraining mix, if any.
-        plan: the mini-batch's micro-batches for every data-parallel rank.
-        objective: loss and statistics of a micro-batch; their sums are those of the mini-batch.
-        inputs: inputs of the passes, besides the tokens.
-    """
+    """One mini-batch and its objective. ``batch`` holds at least the sequences that this rank works
+    on, followed by the documents of the pretraining mix. ``plan`` has the micro-batches of every
+    data-parallel rank; the sums of their losses and statistics are those of the mini-batch."""
 
     batch: Sequences
     plan: MicroBatchPlan

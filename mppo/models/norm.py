@@ -15,17 +15,9 @@ def mark_sequence_parallel(parameter: torch.nn.Parameter, config: TransformerCon
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square normalisation over the last dimension.
-
-    ``y = x / rms(x) * w``, or ``* (1 + w)`` if the configuration sets
-    ``layernorm_zero_centered_gamma`` (Gemma's checkpoints store ``w``). It computes in float32 and
-    returns the input's dtype, like Hugging Face's.
-
-    Args:
-        config: ``sequence_parallel`` marks the weight for the gradient all-reduce over TP.
-        hidden_size: size of the last dimension.
-        eps: added to the mean square.
-    """
+    """``y = x / rms(x) * w`` over the last dimension; ``eps`` is added to the mean square. It is
+    ``* (1 + w)`` if the configuration sets ``layernorm_zero_centered_gamma`` (Gemma's checkpoints
+    store ``w``). It computes in float32 and returns the input's dtype, like Hugging Face's."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs
@@ -38,7 +30,6 @@ class RMSNorm(torch.nn.Module):
         mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` of shape ``[..., hidden_size]``."""
         if self.zero_centered:
             weight = 1.0 + self.weight.float()
             scaled = x.float()
@@ -47,10 +38,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """Layer normalisation over the last dimension, with weight and bias.
-
-    Arguments are those of :class:`RMSNorm`.
-    """
+    """Layer normalisation over the last dimension, with weight and bias."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs
@@ -63,7 +51,6 @@ class LayerNorm(torch.nn.Module):
             mark_sequence_parallel(parameter, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` of shape ``[..., hidden_size]``."""
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 

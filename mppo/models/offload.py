@@ -23,14 +23,8 @@ while the backward pass of a layer takes several."""
 
 @dataclass(eq=False)
 class _Saved:
-    """A tensor that autograd saved: on the device, in host memory, or on its way back.
-
-    Args:
-        number: its place in the pass.
-        tensor: the tensor while it is on the device.
-        version: how often it had been changed in place when it was saved.
-        fetched: it is on its way back.
-    """
+    """A tensor that autograd saved, at place ``number`` of the pass: on the device, in host memory,
+    or on its way back. ``version`` is how often it had been changed in place before."""
 
     number: int
     tensor: Tensor | None
@@ -40,11 +34,7 @@ class _Saved:
     fetched: Fetched | None = None
 
     def move(self, copier: HostCopier) -> None:
-        """Move it to host memory.
-
-        Raises:
-            RuntimeError: it was changed after autograd had saved it.
-        """
+        """Move it to host memory; RuntimeError if it was changed after autograd had saved it."""
         assert self.tensor is not None
         if self.tensor._version != self.version:
             raise RuntimeError(
@@ -70,12 +60,9 @@ class _Saved:
 
 
 class _Pass:
-    """The tensors that autograd saves in one forward pass, in their order.
-
-    The last ``ahead`` bytes stay on the device, where the backward pass begins. While it uses them,
-    the bytes before them are brought back, and so on. Autograd alone holds the tensors, and frees
-    each after its use.
-    """
+    """The tensors that autograd saves in one forward pass, in their order. The last ``ahead`` bytes
+    stay on the device, where the backward pass begins. While it uses them, the bytes before them
+    are brought back, and so on. Autograd alone holds the tensors, and frees each after its use."""
 
     def __init__(self, copier: HostCopier, kept: set[int], ahead: int) -> None:
         self._copier, self._kept, self._ahead = copier, kept, ahead
@@ -84,7 +71,6 @@ class _Pass:
         self._last_bytes = 0
 
     def pack(self, x: Tensor) -> Tensor | _Saved:
-        """Return what autograd keeps: the tensor itself, or its record."""
         if x.numel() < SMALLEST or x.untyped_storage().data_ptr() in self._kept:
             return x
         saved = _Saved(len(self._saved), x.detach(), x._version, x.nbytes)
@@ -118,16 +104,9 @@ class _Pass:
 def offloaded_activations(
     module: torch.nn.Module, copier: HostCopier, ahead: int | None = None
 ) -> Iterator[None]:
-    """Move tensors that autograd saves to host memory until the backward pass needs them.
-
-    Parameters and buffers of ``module`` are not moved. On the CPU the moves are copies within host
-    memory, which only tests use.
-
-    Args:
-        module: the module whose forward pass runs in this context.
-        ahead: bytes of this pass that stay on the device, or are brought back early; None:
-            ``AHEAD``.
-    """
+    """Move tensors that autograd saves in this context to host memory until the backward pass needs
+    them; not the module's parameters and buffers. ``ahead`` bytes (None: ``AHEAD``) stay on the
+    device, or are brought back early. On the CPU, which only tests use, these are plain copies."""
     kept = {x.untyped_storage().data_ptr() for x in chain(module.parameters(), module.buffers())}
     of_pass = _Pass(copier, kept, AHEAD if ahead is None else ahead)
     with torch.autograd.graph.saved_tensors_hooks(of_pass.pack, of_pass.unpack):

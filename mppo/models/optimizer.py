@@ -33,13 +33,8 @@ logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, the same on every rank.
-
-    Args:
-        loss: of the mini-batch, over all ranks.
-        grad_norm: norm of the gradient over all ranks, before clipping.
-        applied: False if loss or gradient was not finite; the weights are then unchanged.
-    """
+    """Loss and norm of the gradient (before clipping) of a mini-batch, over all ranks; ``applied``
+    is False if either was not finite, and the weights are then unchanged."""
 
     loss: float
     grad_norm: float
@@ -47,12 +42,8 @@ class StepResult:
 
 
 def overlaps(megatron: MegatronConfig, replicas: int, on_cuda: bool) -> tuple[bool, bool]:
-    """Whether gradients are reduced, and weights gathered, in the background.
-
-    Args:
-        replicas: ranks over which gradients are summed.
-        on_cuda: on a CPU, communication in the background would take the computation's cores.
-    """
+    """Whether gradients are reduced over ``replicas``, and weights gathered, in the background; not
+    on a CPU, where communication would take the computation's cores."""
     default = on_cuda and replicas > 1 and megatron.use_distributed_optimizer
     reduce, gather = megatron.overlap_grad_reduce, megatron.overlap_param_gather
     return default if reduce is None else reduce, default if gather is None else gather
@@ -91,13 +82,7 @@ def wrap_in_ddp(
 
 @dataclass(frozen=True)
 class PendingNorm:
-    """A gradient's norm on its way.
-
-    Args:
-        squares: sums of squares, one for each set of ranks that shares the parameters.
-        works: the sums over ranks under way.
-        overflow: the gradient overflowed.
-    """
+    """A gradient's norm on its way: ``squares`` by sets of ranks that share parameters."""
 
     squares: list[torch.Tensor]
     works: list[dist.Work]
@@ -113,10 +98,8 @@ class PendingNorm:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Of this rank's share, float32 ``[1]``.
-
-    Without Transformer Engine and Apex, Megatron's own function waits for the GPU once per tensor.
-    """
+    """Float32 ``[1]`` of this rank's share. Without Transformer Engine and Apex, Megatron's own
+    function waits for the GPU once per tensor."""
     if not gradients:
         return torch.zeros(1, device=device.device())
     norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  as optim
@@ -124,18 +107,13 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
-    """Scale gradients whose norm is ``norm`` to at most ``max_norm``, as Megatron does."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1 and gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class GradientBuffers:
-    """Megatron's gradient buffers of a role, whose memory is freed outside of updates.
-
-    Args:
-        megatron: the optimizer, which may refer to gradients of the last step.
-    """
+    """Megatron's gradient buffers of a role, whose memory is freed outside of updates."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], megatron: MegatronOptimizer
@@ -158,18 +136,8 @@ class GradientBuffers:
 
 class RoleOptimizer:
     """Adam over a role's chunks with clipping, a schedule, and a guard against non-finite steps.
-
-    The moments exist from the start, as zeros.
-
-    Args:
-        megatron: the role's ``megatron`` section; ``use_distributed_optimizer`` is read.
-        dtype: parameters' dtype; with bfloat16 the optimizer keeps float32 main weights.
-        total_steps: PPO steps of the run, the length of the decay.
-
-    Attributes:
-        gradients: the gradient buffers.
-        state: storages of the moments and of the float32 main weights.
-    """
+    The moments exist from the start, as zeros; with bfloat16 the optimizer keeps float32 main
+    weights. ``state`` has the storages of both."""
 
     def __init__(
         self,
@@ -225,10 +193,8 @@ class RoleOptimizer:
 
     @property
     def parts(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers with parameters on this rank.
-
-        One; or a second one for experts spread over ranks; or none.
-        """
+        """Megatron's optimizers with parameters on this rank: one; a second one for experts spread
+        over ranks; or none."""
         return [part for part in self._chained() if part.optimizer is not None]
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
@@ -242,7 +208,6 @@ class RoleOptimizer:
                     yield x
 
     def _chained(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers, also those without parameters on this rank."""
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def advance(self) -> float:
@@ -252,7 +217,6 @@ class RoleOptimizer:
         return self.learning_rate
 
     def resume_schedule(self, steps: int) -> None:
-        """Set the schedule to its state after ``steps`` PPO steps."""
         self.schedule.num_steps = steps
 
     @property
@@ -262,16 +226,13 @@ class RoleOptimizer:
         return float(groups[0]["lr"]) if groups else 0.0
 
     def zero_grad(self) -> None:
-        """Clear accumulated gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def start_norm(self) -> PendingNorm:
-        """Finalise the accumulated gradient, and begin to sum its norm over the ranks.
-
-        The sums are those of Megatron's ``get_grad_norm``, which waits for them.
-        """
+        """Finalise the accumulated gradient, and begin to sum its norm over the ranks. The sums are
+        those of Megatron's ``get_grad_norm``, which waits for them."""
         overflow = self.megatron.prepare_grads()
         parts = self._chained()
         groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -286,11 +247,8 @@ class RoleOptimizer:
         return PendingNorm(squares, works, overflow)
 
     def apply(self, norm: float) -> None:
-        """Clip the gradient and update the weights; ``wait_for_weights`` comes before their use.
-
-        Args:
-            norm: of the gradient, from :meth:`start_norm`.
-        """
+        """Clip the gradient, whose norm is that of :meth:`start_norm`, and update the weights;
+        ``wait_for_weights`` comes before their use."""
         self.state.wait()
         for optimizer in self.parts:
             if optimizer.config.clip_grad > 0:

@@ -77,14 +77,8 @@ ARCHITECTURE = frozenset(
 
 
 def override_issues(role: RoleConfig, hf_config: Any) -> Iterator[ConfigIssue]:
-    """Find the problems of a role's ``override_transformer_config``.
-
-    Yields:
-        One issue per field that may not be set.
-
-    Raises:
-        ValueError: Megatron cannot represent the model exactly.
-    """
+    """Yield an issue for every field of ``override_transformer_config`` that may not be set;
+    ValueError if Megatron cannot represent the model exactly."""
     overrides = role.megatron.override_transformer_config
     if not overrides:
         return
@@ -129,7 +123,6 @@ def transformer_fields(is_mla: bool) -> frozenset[str]:
 
 
 def _recipe_key(role: RoleConfig, name: str) -> str | None:
-    """The recipe's key for a field; None if the recipe has none."""
     name = OTHER_NAMES.get(name, name)
     if "." in name:
         return name

@@ -43,11 +43,8 @@ class Role:
         total_steps: number of PPO steps of the run, for the learning rate.
 
     Attributes:
-        dtype: of the parameters.
-        weights: the parameters; streams, saves and averages them.
-        head: computes the outputs from the hidden states.
         token_budget: most tokens per GPU of a micro-batch, with ``use_dynamic_bsz``.
-        loss: loss of the mini-batch whose gradient is accumulated, the same on every rank.
+        loss: of the mini-batch whose gradient is accumulated, the same on every rank.
     """
 
     def __init__(
@@ -97,13 +94,11 @@ class Role:
         self.loss = 0.0
 
     def _freeze(self) -> None:
-        """Freeze the parameters that the recipe names, before DDP and the optimizer are made."""
         if self.settings.freeze:
             table = parameter_table(model_shape(self.hf_config))
             freeze_parameters(self.stages, table, self.settings.freeze)
 
     def _prepare_routers(self) -> None:
-        """Freeze the routers if the recipe says so, and record or replay their expert choices."""
         settings = self.settings
         if settings.megatron.freeze_moe_router:
             for stage in self.stages:
@@ -116,7 +111,6 @@ class Role:
 
     @property
     def name(self) -> str:
-        """The role's name."""
         return self.settings.name
 
     @property
@@ -125,7 +119,6 @@ class Role:
         return self.layout.tp if self.config.sequence_parallel else 1
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether the chunk of this rank is the last one of the model."""
         return self.groups.is_last_stage and chunk == self.layout.vpp - 1
 
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:
@@ -186,7 +179,6 @@ class Role:
         return self.routing.metrics(self.name) if self.routing else {}
 
     def cut(self, batch: Sequences, plan: MicroBatchPlan) -> list[MicroBatch]:
-        """Cut this rank's micro-batches of a plan out of the batch."""
         mine = plan[self.groups.coordinates.dp]
         context = None
         if self.layout.cp > 1:
@@ -198,18 +190,12 @@ class Role:
         ]
 
     def message_shape(self, microbatch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's hidden states between two stages.
-
-        ``[t, 1, hidden]``; under sequence parallelism ``[t / tp, 1, hidden]``.
-        """
+        """Shape of a micro-batch's hidden states between two stages: ``[t, 1, hidden]``; under
+        sequence parallelism ``[t / tp, 1, hidden]``."""
         return len(microbatch.tokens_t) // self.token_multiple, 1, self.config.hidden_size
 
     def message_buffer(self, microbatch: MicroBatch) -> Tensor:
-        """Allocate a tensor to receive a micro-batch's hidden states, or their gradient.
-
-        Returns:
-            An empty tensor in the pipeline's dtype on the device, see :meth:`message_shape`.
-        """
+        """Allocate a tensor on the device for a micro-batch's hidden states, or their gradient."""
         shape = self.message_shape(microbatch)
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device.device())
 
@@ -219,11 +205,8 @@ class Role:
         names: tuple[str, ...],
         stop: bool = False,
     ) -> PendingStatistics:
-        """Start to sum loss and statistics over the micro-batches of all ranks.
-
-        Args:
-            stop: whether this rank wants to end the update early.
-        """
+        """Start to sum loss and statistics over the micro-batches of all ranks; ``stop``: this rank
+        wants to end the update early."""
         assert all(stats.keys() == set(names) for _, stats in parts), f"statistics of {self.name}"
         totals = torch.zeros(2 + len(names), dtype=torch.float64)
         if self.groups.is_reporting_rank:
@@ -239,10 +222,8 @@ class Role:
         return PendingStatistics(self, names, totals, work)
 
     def take_step(self, norm: float) -> None:
-        """Clip the accumulated gradient of norm ``norm``, and update the weights.
-
-        ``RoleOptimizer.wait_for_weights`` comes before their use.
-        """
+        """Clip the accumulated gradient of norm ``norm``, and update the weights;
+        ``RoleOptimizer.wait_for_weights`` comes before their use."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         with self.groups.active():
             self.optimizer.apply(norm)
@@ -255,14 +236,8 @@ class Role:
 
 @dataclass
 class PendingStatistics:
-    """Loss and statistics of a mini-batch while ranks sum them.
-
-    Args:
-        totals: number of ranks that want to end the update early, loss, statistics; float64
-            ``[2 + statistics]`` on the CPU.
-        work: handle of the all-reduce of ``totals``.
-        stop: whether any rank wants to end the update early; valid after ``wait``.
-    """
+    """Loss and statistics of a mini-batch while ranks sum them: float64 ``[2 + statistics]`` (CPU),
+    the number of ranks that want to end the update early, loss, statistics."""
 
     role: Role
     names: tuple[str, ...]
@@ -279,7 +254,6 @@ class PendingStatistics:
 
 
 def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
-    """Compute the gradient norms of several roles, then call ``take_steps``."""
     norms = {}
     for role in roles:
         assert role.optimizer is not None, f"{role.name} is frozen"
@@ -293,13 +267,8 @@ def step_together(roles: Sequence[Role]) -> dict[str, StepResult]:
 
 
 def take_steps(roles: Sequence[Role], norms: Mapping[str, float]) -> dict[str, StepResult]:
-    """Take the optimizer steps of all roles, or of none if any loss or gradient is not finite.
-
-    ``RoleOptimizer.wait_for_weights`` comes before the use of a role's weights.
-
-    Args:
-        roles: the roles; their gradients are complete.
-    """
+    """Take the optimizer steps of all roles, or of none if any loss or gradient is not finite;
+    ``RoleOptimizer.wait_for_weights`` comes before the use of a role's weights."""
     numbers = [*norms.values(), *(role.loss for role in roles)]
     finite = all(math.isfinite(number) for number in numbers)
     for role in roles if finite else ():

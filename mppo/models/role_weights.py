@@ -26,20 +26,10 @@ from mppo.weights.torch_dist.checkpoint import load_weights
 
 
 class RoleWeights:
-    """The parameters of a role's stages on this rank.
-
-    The constructor loads the weights and draws a value head that they lack; it is collective and
-    needs the layout's groups active.
-
-    Args:
-        folder: the initial weights: a Hugging Face folder or a Megatron checkpoint.
-
-    Attributes:
-        fresh: parameters that the role's folder lacks: the value head of a plain model.
-        slices: the current weights, cut for the ranks of an engine.
-        average: the moving average, or None.
-        storages: the parameters' storages.
-    """
+    """The parameters of a role's stages on this rank. The constructor loads the weights from a
+    Hugging Face folder or a Megatron checkpoint and draws a value head that they lack (``fresh``);
+    it is collective and needs the layout's groups active. ``slices`` are the current weights, cut
+    for the ranks of an engine."""
 
     def __init__(
         self,
@@ -69,13 +59,7 @@ class RoleWeights:
         return parameter_table(model_shape(self._hf_config)).projection_entry().hf[0]
 
     def stream(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Gather the current weights as complete tensors under Hugging Face names. Collective.
-
-        The buckets of a size are planned once.
-
-        Yields:
-            Buckets of (name, tensor).
-        """
+        """Gather the current weights as complete Hugging Face tensors, in buckets. Collective."""
         with self._groups.active():
             if bucket_bytes not in self._streams:
                 self._streams[bucket_bytes] = WeightStream(
@@ -84,9 +68,8 @@ class RoleWeights:
             yield from self._streams[bucket_bytes]
 
     def save(self, folder: Path) -> Path | None:
-        """Write the current weights as a Hugging Face folder. Collective.
-
-        The config and the tokenizer are those of the initial folder.
+        """Write the current weights as a Hugging Face folder, with the initial config and
+        tokenizer. Collective.
 
         Returns:
             On the first rank, the new path of a folder that bore the name and that mppo had not
@@ -102,7 +85,6 @@ class RoleWeights:
             )
 
     def save_average(self, folder: Path) -> Path | None:
-        """Write the moving average; see :meth:`save`."""
         assert self.average is not None, "the role keeps no moving average"
         with self.average.in_place():
             return self.save(folder)

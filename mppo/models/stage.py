@@ -52,14 +52,8 @@ from mppo.supervision.phase import tick
 
 
 class Stage(GPTModel):
-    """A chunk of the model; the last one ends in normalised hidden states, not in logits.
-
-    The last chunk holds ``output_layer`` (policy) or ``value_head`` (value);
-    ``mppo.models.heads`` applies it to some tokens at a time.
-
-    Args:
-        args, kwargs: of ``GPTModel``.
-    """
+    """A chunk of the model; the last one ends in normalised hidden states, and holds
+    ``output_layer`` or ``value_head``, which ``mppo.models.heads`` applies to some tokens."""
 
     def __init__(
         self, *args, head: Head, family: FamilyConfig, value_bins: int = 1, **kwargs
@@ -107,10 +101,7 @@ class Stage(GPTModel):
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def forward_packed(self, tokens_T: Tensor, packing: Packing) -> Tensor:
-        """Run the chunk over a micro-batch.
-
-        Args:
-            tokens_T: int64 ``[T]``.
+        """Run the chunk over a micro-batch of int64 tokens ``[T]``.
 
         Returns:
             Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
@@ -134,7 +125,6 @@ class _PackedTHD(PackedSeqParams):
 
 
 def _as_thd(packing: Packing) -> _PackedTHD:
-    """The same packing in the format of Transformer Engine's attention."""
     names = [f.name for f in dataclasses.fields(PackedSeqParams)]
     values = {name: getattr(packing, name) for name in names}
     params = _PackedTHD(**{**values, "qkv_format": "thd"})
@@ -151,17 +141,8 @@ def build_stages(
     head: Head,
     value_bins: int = 1,
 ) -> list[Stage]:
-    """Build this rank's chunks. The layout's groups must be active.
-
-    Args:
-        family: architecture, from ``family_config``.
-        config: the Megatron configuration made from it for this layout.
-        padded_vocab: vocabulary size, a multiple of the tensor-parallel size.
-
-    Returns:
-        ``layout.vpp`` chunks in virtual-stage order, on this rank's device, with Megatron's initial
-        weights.
-    """
+    """Build this rank's ``layout.vpp`` chunks in virtual-stage order, on its device, with
+    Megatron's initial weights. The layout's groups must be active."""
     stages = []
     for chunk in range(layout.vpp):
         vp_stage = chunk if layout.vpp > 1 else None
@@ -193,11 +174,7 @@ def build_stages(
 def layer_specs(
     config: TransformerConfig, vp_stage: int | None, family: FamilyConfig, last: bool
 ) -> TransformerBlockSubmodules:
-    """Megatron's layer specs for one chunk, with this package's modules in place of some.
-
-    Args:
-        vp_stage: index of the chunk under interleaving; otherwise None.
-    """
+    """Megatron's layer specs for one chunk, with this package's modules in place of some."""
     use_te = uses_transformer_engine(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -252,7 +229,6 @@ def _pack_rotary(stage: Stage) -> None:
 
 
 def run_chunk(chunk: torch.nn.Module, microbatch: MicroBatch) -> Tensor:
-    """Compute the output of a model chunk, which may be wrapped in DDP."""
     stage = cast("Stage", chunk.module if hasattr(chunk, "ddp_config") else chunk)
     output = stage.forward_packed(microbatch.tokens_t, microbatch.packing)
     # Megatron's block would hold the received input, and later its gradient, until the next pass
@@ -268,8 +244,8 @@ def forward_step_function(
 
     Args:
         finish: computes a micro-batch's outputs from the output of the model's last chunk.
-        objective: maps the outputs of a micro-batch and its sequence indices to loss and
-            statistics. The losses' gradients are summed without scaling. None: forward only.
+        objective: loss and statistics; the losses' gradients are summed unscaled. None: forward
+            only.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):

@@ -25,19 +25,9 @@ from mppo.pipeline.schedule import forward_list
 
 
 class StreamedForward:
-    """A role's forward pass over a batch; implements ``ForwardWork`` of the executor.
-
-    In the lists, all micro-batches belong to mini-batch 0.
-
-    Args:
-        batch: holds the sequences that this rank works on (``Role.fetch``).
-        finish: computes what is kept of a micro-batch from its hidden states, on the last stage;
-            None: the head's outputs.
-
-    Attributes:
-        microbatches: this rank's micro-batches.
-        parts: on the last stage what ``finish`` returned for them.
-    """
+    """A role's forward pass over a batch; implements ``ForwardWork`` of the executor. In the lists,
+    all micro-batches belong to mini-batch 0. On the last stage ``finish`` computes what ``parts``
+    keep of a micro-batch from its hidden states; None: the head's outputs."""
 
     def __init__(
         self,
@@ -55,17 +45,14 @@ class StreamedForward:
 
     @property
     def work(self) -> RoleWork:
-        """The passes of the role, for the lists."""
         return RoleWork(self.role.name, (len(self.microbatches),), chunks=self.role.layout.vpp)
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """See ``ForwardWork``."""
         return self.role.message_buffer(self.microbatches[micro_batch])
 
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """See ``ForwardWork``."""
         is_last = self.role.is_last_chunk(chunk)
         with self.role.groups.active(), torch.no_grad():
             output, _ = schedules.forward_step(
@@ -92,11 +79,8 @@ class StreamedForward:
         carry_out(actions, {self.role.name: self}, links)
 
     def outputs(self, parts: list[HeadOutputs] | None = None) -> HeadOutputs:
-        """The head's outputs in the form of :func:`forward`, once all passes ran. Collective.
-
-        Args:
-            parts: outputs of the micro-batches, if ``finish`` returned more than them.
-        """
+        """The head's outputs in the form of :func:`forward`, once all passes ran; ``parts`` are
+        those of the micro-batches, if ``finish`` returned more. Collective."""
         role, batch = self.role, self._batch
         role.end_forward(batch, self._plan, self.microbatches)
         asked = self._inputs
@@ -111,15 +95,9 @@ class StreamedForward:
 def forward(
     role: Role, batch: Sequences, plan: MicroBatchPlan, inputs: PassInputs = TOKENS_ONLY
 ) -> HeadOutputs:
-    """Compute a role's outputs for a batch, without gradients. Collective.
-
-    Args:
-        batch: holds the sequences that this rank works on (``Role.fetch``).
-
-    Returns:
-        Outputs on the tokens of the sequences that are at home on this rank, float32 ``[T]`` on
-        the CPU, zero outside responses and for sequences that are not in the plan.
-    """
+    """Compute a role's outputs for a batch, without gradients. Collective. The batch holds the
+    sequences that this rank works on (``Role.fetch``). Outputs are those of sequences at home here,
+    float32 ``[T]`` on the CPU, 0 outside responses and the plan."""
     passes = StreamedForward(role, batch, plan, inputs)
     passes.run()
     return passes.outputs()
@@ -128,12 +106,8 @@ def forward(
 def forward_with_states(
     role: Role, batch: Sequences, plan: MicroBatchPlan
 ) -> tuple[HeadOutputs, Tensor]:
-    """Compute the outputs of :func:`forward` and the hidden states that predict responses.
-
-    Returns:
-        The head's outputs; and, for each response token, the hidden state that predicts it,
-        ``[T, hidden]`` in the parameters' dtype; both on the tokens at home on this rank.
-    """
+    """Compute the outputs of :func:`forward` and, for each response token at home here, the hidden
+    state that predicts it, ``[T, hidden]`` in the parameters' dtype. Collective."""
 
     def outputs_and_states(hidden: Tensor, microbatch: MicroBatch) -> tuple[HeadOutputs, Tensor]:
         outputs = role.head(hidden, microbatch, batch, TOKENS_ONLY)

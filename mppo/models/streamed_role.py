@@ -30,17 +30,10 @@ from mppo.pipeline.links import Links
 
 @dataclass
 class _RunningMiniBatch:
-    """The state of a mini-batch on this rank, from its first forward pass to its "norm".
-
-    Args:
-        forward_step: Megatron's ``forward_step_func`` for this mini-batch.
-        unsynchronised: DDP's ``no_sync`` of each chunk; while it is open, backward passes reduce no
-            gradient.
-        left: number of backward passes of each chunk that have not begun.
-        activations: input and output of each forward pass whose backward pass has not run yet, by
-            the indices of micro-batch and chunk.
-        parts: loss and statistics of each micro-batch, on the last stage.
-    """
+    """The state of a mini-batch on this rank, from its first forward pass to its "norm". DDP's
+    ``no_sync`` of each chunk is ``unsynchronised``: while open, backward passes reduce no gradient.
+    ``left`` counts each chunk's backward passes that have not begun. ``activations`` are input and
+    output of each forward pass without a backward pass so far, by micro-batch and chunk."""
 
     number: int
     microbatches: list[MicroBatch]
@@ -56,14 +49,9 @@ class StreamedRole:
     """The update of a role on this stage; implements ``StageWork`` of the executor.
 
     Megatron's functions compute the passes and complete the gradient. The role's layout is active
-    only during these calls.
-
-    Args:
-        role: a role with an optimizer.
-        mini_batches: the mini-batch of each step; each is taken out before its first pass.
-        wants_to_stop: whether this rank wants to end the update early; called at every "norm".
-        alone: no other role is in the lists. With ``overlap_grad_reduce`` the last backward pass of
-            a mini-batch then reduces gradients as it computes them; else "reduce" does.
+    only during these calls. ``wants_to_stop`` is called at every "norm". ``alone``: no other role
+    is in the lists; with ``overlap_grad_reduce`` the last backward pass of a mini-batch then
+    reduces gradients as it computes them, else "reduce" does.
     """
 
     def __init__(
@@ -83,7 +71,7 @@ class StreamedRole:
         self._pending: tuple[PendingNorm, PendingStatistics] | None = None
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
-        """See ``ForwardWork``. Does not start the mini-batch: a send may be about to follow."""
+        """The mini-batch does not start here: a send may be about to follow."""
         if self._running is not None and self._running.number == mini_batch:
             return self.role.message_buffer(self._running.microbatches[micro_batch])
         return self.role.message_buffer(self._cut_next()[micro_batch])
@@ -91,7 +79,6 @@ class StreamedRole:
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """See ``ForwardWork``."""
         run, config = self._start_once(mini_batch), self.role.config
         is_last = self.role.is_last_chunk(chunk)
         if received is not None:
@@ -122,7 +109,6 @@ class StreamedRole:
     def backward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """See ``StageWork``."""
         run = self._start_once(mini_batch)
         inputs, output = run.activations.pop((micro_batch, chunk))
         run.left[chunk] -= 1
@@ -165,12 +151,8 @@ class StreamedRole:
         return self.role.start_statistics(run.parts, run.statistics, self._wants_to_stop())
 
     def wait(self) -> tuple[float, dict[str, float], bool]:
-        """Wait for the sums that ``norm`` started, and set the role's ``loss``.
-
-        Returns:
-            The gradient norm, the summed statistics, and whether any rank wants to end the update
-            early; the same on every rank.
-        """
+        """Wait for the sums that ``norm`` started, and set the role's ``loss``. Returns the
+        gradient norm, the summed statistics, and whether any rank wants to end the update early."""
         assert self._pending is not None, "call norm before wait"
         norm, statistics = self._pending
         self._pending = None
@@ -178,18 +160,15 @@ class StreamedRole:
         return norm.wait(), sums, statistics.stop
 
     def finish(self) -> None:
-        """Wait for the weights of the last step."""
         self._optimizer.wait_for_weights()
 
     def _start_once(self, number: int) -> _RunningMiniBatch:
-        """Return the state of mini-batch ``number``; the first call starts the mini-batch."""
         if self._running is None:
             self._running = self._start(number)
         assert self._running.number == number
         return self._running
 
     def _cut_next(self) -> list[MicroBatch]:
-        """Cut the mini-batch that starts next into this rank's micro-batches, once."""
         if self._next is None:
             with self.role.groups.active():
                 self._next = self.role.cut(self._mini_batches[0].batch, self._mini_batches[0].plan)
@@ -218,11 +197,8 @@ class StreamedRole:
 
 
 def forward_backward(role: Role, mini_batch: MiniBatch) -> dict[str, float]:
-    """Compute the gradient of one mini-batch, and set the role's ``loss``. Collective.
-
-    Returns:
-        The summed statistics, the same on every rank.
-    """
+    """Compute the gradient of one mini-batch, set the role's ``loss``, and return the summed
+    statistics. Collective."""
     batch, plan = mini_batch.batch, mini_batch.plan
     if role.routing and role.routing.needs_record(batch, plan):
         record_choices(role, batch, plan)

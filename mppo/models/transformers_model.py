@@ -35,15 +35,8 @@ _GROUPED_ALIGNMENT = 16
 
 
 def load_model(folder: str | Path, attention: str = "eager") -> PreTrainedModel:
-    """Load the model of a Hugging Face folder in float32, in eval mode.
-
-    Args:
-        folder: has config.json and safetensors files; code in it is never run.
-        attention: name of transformers' attention implementation.
-
-    Raises:
-        ValueError: the family is unknown, or a setting is not supported.
-    """
+    """Load the model of a Hugging Face folder in float32, in eval mode; code in it is never run.
+    ``attention`` names transformers' implementation. ValueError: the model is not supported."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -57,10 +50,7 @@ def load_model(folder: str | Path, attention: str = "eager") -> PreTrainedModel:
 def empty_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str = "eager"
 ) -> PreTrainedModel:
-    """Build a model with uninitialised parameters, in eval mode, without gradients.
-
-    Args and Raises are those of :func:`load_model`; ``device`` holds the parameters, in ``dtype``.
-    """
+    """Build a model with uninitialised parameters, in eval mode, without gradients."""
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(**_arguments(config, dtype, attention))
     model.tie_weights()
@@ -83,7 +73,6 @@ def _arguments(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
 
 
 def _has_grouped_product(config: PretrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether torch's grouped product supports expert weights of these widths."""
     shape = model_shape(config)
     widths = (shape.hidden, shape.expert_ffn)
     return all(width * dtype.itemsize % _GROUPED_ALIGNMENT == 0 for width in widths)

@@ -38,11 +38,7 @@ _EXCHANGED_ROWS = 8192
 
 @dataclass(frozen=True)
 class PassMoves:
-    """The exchanges of a pass, as plain lists.
-
-    Args:
-        batch: the batch; only its homes are read.
-    """
+    """The exchanges of a pass, as plain lists; of the batch only its homes are read."""
 
     layout: Layout
     plan: MicroBatchPlan
@@ -50,20 +46,15 @@ class PassMoves:
 
     @cached_property
     def home(self) -> list[int]:
-        """Home of each sequence of the batch."""
         return self.batch.home_B.tolist()
 
     @cached_property
     def shares(self) -> list[list[int]]:
-        """Sequences of each data-parallel rank, ascending."""
         return [sorted(i for part in parts for i in part) for parts in self.plan]
 
     def alike(self, by_stage: bool) -> list[tuple[int, int]]:
-        """For each rank, what is equal for ranks that get the same in ``outward``.
-
-        Args:
-            by_stage: pipeline stages get different tensors.
-        """
+        """For each rank, what is equal for ranks that get the same in ``outward``; ``by_stage``:
+        pipeline stages get different tensors."""
         places = map(self.layout.coordinates, range(self.layout.world))
         return [(place.dp, place.pp if by_stage else 0) for place in places]
 
@@ -94,11 +85,7 @@ class PassMoves:
 
 
 def ranges_of(plan: MicroBatchPlan, stages: int, multiple: int) -> list[MicroBatchPlan]:
-    """Divide a plan into ranges of micro-batches, to be computed one after the other.
-
-    Args:
-        multiple: the number of micro-batches of a range is a multiple of this.
-    """
+    """Divide a plan into ranges, whose numbers of micro-batches are multiples of ``multiple``."""
     count = len(plan[0])
     size = max(math.ceil(count / _RANGES), _SLOTS * stages if stages > 1 else 1)
     size = math.ceil(size / multiple) * multiple
@@ -111,17 +98,9 @@ def fetch_share(
     inputs: PassInputs,
     layers_of: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Sequences, PassInputs]:
-    """Bring the sequences of a pass, and its inputs, to the ranks that work on them. Collective.
-
-    Args:
-        batch: sequences at home.
-        inputs: inputs of the pass, at home.
-        layers_of: decoder layers whose expert choices each pipeline stage replays; None: no
-            choices are needed.
-
-    Returns:
-        The sequences of this rank's share and their inputs.
-    """
+    """Bring the sequences of a pass, and its inputs, from their homes to the ranks that work on
+    them. Collective. ``layers_of`` are the decoder layers whose expert choices each pipeline stage
+    replays; None: no choices are needed."""
     if batch.is_replicated:
         return batch, inputs
     outward = moves.outward()
@@ -182,17 +161,9 @@ def output_rows(
 
 
 def return_home(batch: Sequences, moves: PassMoves, rows_Tk: Tensor) -> Tensor:
-    """Send the results of a pass to the sequences' homes. Collective.
-
-    Args:
-        batch: the sequences of this rank's share.
-        rows_Tk: ``[T, k]`` (CPU) on the tokens of ``batch``; only the values of reporting ranks
-            count.
-
-    Returns:
-        ``[T', k]`` on the tokens of the sequences that are at home here, zeros for those that the
-        pass left out.
-    """
+    """Send the results of a pass to the sequences' homes. Collective. From ``[T, k]`` (CPU) on the
+    tokens of this rank's share, where only the values of reporting ranks count, to ``[T', k]`` on
+    the tokens at home here, 0 for sequences that the pass left out."""
     rank = dist.get_rank()
     back, lengths = moves.back(), batch.lengths_B.tolist()
     (got,) = exchange(back, lengths, batch.held_H.tolist(), lambda _: [rows_Tk])
@@ -205,10 +176,8 @@ def return_home(batch: Sequences, moves: PassMoves, rows_Tk: Tensor) -> Tensor:
 
 
 def sum_states(hidden_T: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum hidden states ``[T, hidden]`` (CPU) over a context-parallel group in place. Collective.
-
-    Each rank of the group has those of its own tokens, and zeros elsewhere.
-    """
+    """Sum hidden states ``[T, hidden]`` (CPU) over a context-parallel group in place; each rank has
+    those of its own tokens, and zeros elsewhere. Collective."""
     for rows in hidden_T.split(_EXCHANGED_ROWS):
         exchanged = rows.float().to(device.device())
         dist.all_reduce(exchanged, group=group)

@@ -16,14 +16,9 @@ _ATTEMPTS = 32
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this host now.
-
-    The port lies below the range from which Linux takes ports for outgoing connections, if such
-    ports exist: it is then likely to be still free when a server binds it seconds later.
-
-    Raises:
-        OSError: no port is free.
-    """
+    """Return a TCP port that is free on this host now. The port lies below the range from which
+    Linux takes ports for outgoing connections, if such ports exist: it is then likely to be still
+    free when a server binds it seconds later."""
     end = int(_OUTGOING_PORTS.read_text().split()[0]) if _OUTGOING_PORTS.exists() else 0
     count = max(0, end - _FIRST_PORT)
     candidates = [_FIRST_PORT + secrets.randbelow(count) for _ in range(_ATTEMPTS if count else 0)]
@@ -59,7 +54,6 @@ def interface_towards(host: str) -> str:
 
 
 def _named_addresses() -> list[str]:
-    """IPv4 addresses to which this host's name resolves; none if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
     except socket.gaierror:

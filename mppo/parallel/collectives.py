@@ -26,28 +26,15 @@ _waits: Counter[str] = Counter()
 
 
 def group_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in a group; 1 where no process group exists.
-
-    Args:
-        group: process group; None is the default one.
-    """
+    """Number of ranks in a group (None: the default one); 1 where no process group exists."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def all_gather_objects(
     value: T, world: int | None = None, group: dist.ProcessGroup | None = None
 ) -> list[T]:
-    """Every rank's object, on every rank. Collective.
-
-    The objects are pickled: use this for a few kilobytes, outside hot loops.
-
-    Args:
-        world: ranks in ``group``; None: ``group_size(group)``. With 1 nothing is exchanged.
-        group: process group; None is the default one.
-
-    Returns:
-        ``world`` objects, in rank order.
-    """
+    """Every rank's object, in rank order, on every rank. Collective; with one rank nothing is
+    exchanged. The objects are pickled: use this for a few kilobytes, outside hot loops."""
     world = group_size(group) if world is None else world
     gathered = [value] * world
     if world > 1:
@@ -56,11 +43,7 @@ def all_gather_objects(
 
 
 def broadcast_object(value: T) -> T:
-    """The first rank's object, on every rank of the default group. Collective.
-
-    Args:
-        value: of this rank; only the first rank's counts.
-    """
+    """The first rank's object, on every rank of the default group. Collective."""
     box = [value]
     if group_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -68,11 +51,8 @@ def broadcast_object(value: T) -> T:
 
 
 def largest_of_ranks(values: Sequence[float]) -> list[float]:
-    """The largest of every rank's values, on every rank of the default group. Collective.
-
-    Args:
-        values: of this rank, equally many on every rank; a flag counts as 0 or 1.
-    """
+    """The largest of every rank's values, equally many each, on every rank of the default group; a
+    flag counts as 0 or 1. Collective."""
     largest = torch.tensor(values, dtype=torch.float64)
     if group_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -80,12 +60,9 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
 
 
 def wait_for_ranks(world: int) -> None:
-    """Wait until all ``world`` ranks of the default group have made this call. Collective.
-
-    There is no time limit: use it where ranks arrive at very different times, as after generation.
-    A collective would fail after the process group's timeout. If a rank never arrives, the
-    heartbeat ends the job.
-    """
+    """Wait until all ``world`` ranks of the default group have made this call. Collective. There is
+    no time limit: use it where ranks arrive at very different times, as after generation, where a
+    collective would time out. If a rank never arrives, the heartbeat ends the job."""
     if world == 1:
         return
     group = distributed_c10d._get_default_group()
@@ -101,26 +78,16 @@ def wait_for_ranks(world: int) -> None:
 
 
 def raise_on_any_rank(error: str | None, world: int) -> None:
-    """Raise on all ``world`` ranks of the default group if one has an error. Collective.
-
-    Raises:
-        RuntimeError: with the distinct errors of all ranks, in rank order.
-    """
+    """Raise a RuntimeError with the distinct errors of all ranks, in rank order, on all ``world``
+    ranks of the default group if one has an error. Collective."""
     errors = dict.fromkeys(e for e in all_gather_objects(error, world) if e is not None)
     if errors:
         raise RuntimeError("; ".join(errors))
 
 
 def all_gather_varlen(value: Tensor, world: int) -> list[Tensor]:
-    """Every rank's one-dimensional tensor, on every rank; lengths may differ. Collective.
-
-    Args:
-        value: ``[N]`` of this rank, on any device; same dtype on all ranks.
-        world: ranks of the default group.
-
-    Returns:
-        ``world`` tensors on the CPU, in rank order.
-    """
+    """Every rank's ``[N]``, on any device and of one dtype, as tensors on the CPU in rank order on
+    every rank of the default group; lengths may differ. Collective."""
     value = value.cpu()
     if world == 1:
         return [value]

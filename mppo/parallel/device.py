@@ -55,7 +55,6 @@ def is_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this rank's models."""
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
 
 
@@ -70,12 +69,10 @@ def backend() -> str:
 
 
 def backends(on_cuda: bool) -> str:
-    """The torch.distributed backends by kind of device.
-
-    On CUDA there are two: a rank that waits in a collective of CPU tensors waits in its process,
-    while a collective of CUDA tensors waits inside a kernel, which takes the GPU's time from a
-    rollout server on the same GPU. Object collectives and barriers use the CPU's.
-    """
+    """The torch.distributed backends by kind of device. On CUDA there are two: a rank that waits in
+    a collective of CPU tensors waits in its process, while a collective of CUDA tensors waits
+    inside a kernel, which takes the GPU's time from a rollout server on the same GPU. Object
+    collectives and barriers use the CPU's."""
     return "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
 
 
@@ -92,21 +89,16 @@ def name() -> str:
 
 
 def nbytes() -> int | None:
-    """Memory of this rank's GPU in bytes; None on the CPU."""
     return torch.cuda.get_device_properties(device()).total_memory if is_cuda() else None
 
 
 def select(local_rank: int, ranks_on_node: int) -> None:
-    """Select this rank's GPU and the cores near it, and its number of threads.
+    """Select this rank's GPU and the cores near it, and its number of threads; InputError as
+    ``check``.
 
-    Args:
-        local_rank: index of the rank on its node; taken modulo the number of visible GPUs, since
-            some launchers show each rank only its own.
-        ranks_on_node: ranks on that node; each uses as many threads as its share of the cores,
-            unless the user set ``OMP_NUM_THREADS`` to something other than torchrun's 1.
-
-    Raises:
-        InputError: see ``check``.
+    ``local_rank`` is taken modulo the number of visible GPUs, since some launchers show each rank
+    only its own. Each rank uses as many threads as its share of the cores, unless the user set
+    ``OMP_NUM_THREADS`` to something other than torchrun's 1.
     """
     check()
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
@@ -126,7 +118,6 @@ def _pci_address() -> str:
 
 
 def synchronize() -> None:
-    """Wait for the device's queued work; no effect on the CPU."""
     if is_cuda():
         torch.cuda.synchronize()
 
@@ -142,12 +133,10 @@ _EXPANDABLE = "expandable_segments:True"
 
 @contextmanager
 def exportable_memory() -> Iterator[None]:
-    """Allocate device memory that another process may open, in this context.
-
-    CUDA IPC shares allocations of the driver. Memory in expandable segments is shared by
-    ``pidfd_getfd`` instead, which many containers forbid. torch's allocator takes no free block of
-    such a segment while they are off.
-    """
+    """Allocate device memory that another process may open, in this context. CUDA IPC shares
+    allocations of the driver; expandable segments, which are off here, are shared by
+    ``pidfd_getfd``, which many containers forbid. torch's allocator then takes no free block of
+    such a segment."""
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     expandable = any(_EXPANDABLE in os.environ.get(name, "") for name in variables)
     if not (is_cuda() and expandable):
@@ -162,18 +151,14 @@ def exportable_memory() -> Iterator[None]:
 
 def collect_shared_memory() -> None:
     """Free memory that was shared with another process and that neither uses; no effect on the CPU.
-
-    torch keeps what it sent by CUDA IPC until it looks whether the receiver has closed it.
-    """
+    torch keeps what it sent by CUDA IPC until it looks whether the receiver has closed it."""
     if is_cuda():
         torch.cuda.ipc_collect()
 
 
 def give_back_memory() -> None:
-    """Return the memory that this process holds unused to the GPU; no effect on the CPU.
-
-    torch's allocator keeps freed blocks for itself. Another process cannot allocate them.
-    """
+    """Return the memory that this process holds unused to the GPU; no effect on the CPU. torch's
+    allocator keeps freed blocks for itself. Another process cannot allocate them."""
     if is_cuda():
         gc.collect()
         torch.cuda.ipc_collect()
@@ -181,13 +166,10 @@ def give_back_memory() -> None:
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """Allocate host memory, pinned on CUDA.
+    """Allocate host memory, uint8 ``[nbytes]``, not initialised, pinned on CUDA.
 
     It has whole pages of its own, because CUDA pins pages and refuses to pin one twice, and no more
     of them than asked: ``torch.empty(..., pin_memory=True)`` allocates the next power of two.
-
-    Returns:
-        uint8 ``[nbytes]``, not initialised.
 
     Raises:
         MemoryError: the host has too little memory, or may not pin it.
@@ -212,14 +194,9 @@ def pinned_memory(nbytes: int) -> torch.Tensor:
 
 
 def copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of CPU tensors on this rank's GPU; on the CPU the tensors themselves.
-
+    """Copies of CPU tensors on this rank's GPU, in their order; on the CPU the tensors themselves.
     There is one copy per dtype, from pinned memory, so that the host does not wait: CUDA copies
-    ordinary memory only while the host waits for all that the current stream holds.
-
-    Returns:
-        Views of one tensor per dtype, in the order of ``tensors``.
-    """
+    ordinary memory only while the host waits for all that the current stream holds."""
     if not is_cuda():
         return list(tensors)
     found: dict[int, torch.Tensor] = {}
@@ -251,9 +228,7 @@ def gpu_uuid() -> str:
 
 def gpus_of_machine() -> list[str]:
     """UUIDs of the GPUs that this process may open, in the order of ``nvidia-smi``.
-
-    ``CUDA_VISIBLE_DEVICES`` does not limit them. Call it on CUDA only: NVML comes with SGLang.
-    """
+    ``CUDA_VISIBLE_DEVICES`` does not limit them. Call it on CUDA only: NVML comes with SGLang."""
     import pynvml  # pyright: ignore[reportMissingImports]  # nvidia-ml-py, which SGLang requires
 
     pynvml.nvmlInit()
@@ -265,15 +240,8 @@ def gpus_of_machine() -> list[str]:
 
 
 def gpu_indices(wanted: Sequence[str], machine: Sequence[str]) -> list[int]:
-    """Indices of GPUs on a machine.
-
-    Args:
-        wanted: UUIDs of the GPUs.
-        machine: UUIDs of the machine's GPUs, from ``gpus_of_machine``.
-
-    Raises:
-        InputError: a GPU is not on the machine, or two are the same.
-    """
+    """Indices of the GPUs ``wanted`` by UUID on a machine with those of ``gpus_of_machine``;
+    InputError if one is not on it, or two are the same."""
     missing = [uuid for uuid in wanted if uuid not in machine]
     if missing:
         raise InputError(f"the GPUs {', '.join(missing)} are not among the {len(machine)} here")
@@ -283,14 +251,9 @@ def gpu_indices(wanted: Sequence[str], machine: Sequence[str]) -> list[int]:
 
 
 def visible_gpus(indices: Sequence[int]) -> dict[str, str]:
-    """Environment variables that limit a process to some GPUs of the machine.
-
-    The GPUs are given by index: SGLang 0.5.21 reads the variable as integers
-    (``custom_all_reduce_utils.py``), so that UUIDs, which CUDA accepts, would stop it.
-
-    Args:
-        indices: in the order of ``nvidia-smi``; none: no variables.
-    """
+    """Environment variables that limit a process to some GPUs of the machine, given in the order of
+    ``nvidia-smi``; none: no variables. SGLang 0.5.21 reads the variable as integers
+    (``custom_all_reduce_utils.py``), so that UUIDs, which CUDA accepts, would stop it."""
     if not indices:
         return {}
     visible = ",".join(map(str, indices))
@@ -316,7 +279,6 @@ def is_transport_error(error: BaseException) -> bool:
 
 
 def memory_summary() -> str:
-    """Describe this rank's memory: in use, peak and capacity of the device."""
     peak = peak_memory_bytes() / 2**30
     if not is_cuda():
         return f"peak {peak:.1f} GiB of the process, on {name()}"
@@ -348,10 +310,8 @@ def has_transformer_engine() -> bool:
 
 
 def accumulates_weight_gradients() -> bool:
-    """Whether Megatron's own linear layers can add a weight's gradient to its buffer in one kernel.
-
-    That is Apex's, on CUDA. Transformer Engine's layers always can.
-    """
+    """Whether Megatron's own linear layers can add a weight's gradient to its buffer in one kernel:
+    Apex's, on CUDA. Transformer Engine's layers always can."""
     return is_cuda() and find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
@@ -360,11 +320,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks, as CUDA's allocator does.
-
-    By default glibc returns blocks of some MiB to the system, and every step faults their pages in
-    again.
-    """
+    """Make glibc keep freed blocks, as CUDA's allocator does: by default it returns blocks of some
+    MiB to the system, and every step faults their pages in again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 30)

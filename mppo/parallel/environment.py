@@ -19,9 +19,7 @@ class EnvironmentRule:
 
     Args:
         names: a name, or a pattern with ``*``.
-        why: the reason for ``value`` and ``for_servers``.
-        value: the value that training sets if the user has not set the variable; None: training
-            does not set it.
+        value: the value that training sets if the user has not; None: training does not set it.
         interleaved: ``value`` where a role has several model chunks on a pipeline stage; None: the
             same value.
         for_broadcasts: ``value`` is set only with ``rollout.sync=distributed``. Servers then
@@ -38,10 +36,8 @@ class EnvironmentRule:
 
 
 QUEUES, QUEUES_INTERLEAVED = 1, 32
-"""Hardware queues of a GPU with which ``mppo.pipeline.checks`` examines lists of actions.
-
-With one queue a third of the interleaved lists can hang.
-"""
+"""Hardware queues of a GPU with which ``mppo.pipeline.checks`` examines lists of actions. With one
+queue a third of the interleaved lists can hang."""
 
 _LAUNCHER = "describes the rank; a server is none"
 _NETWORK = "names the machine's network, which servers use for rollout.sync=distributed"
@@ -95,15 +91,10 @@ ROWS = (
 def set_for_training(
     environ: MutableMapping[str, str], broadcasts: bool = False, interleaved: bool | None = None
 ) -> None:
-    """Set the variables that training needs, except those that the user has set.
-
-    Call it before CUDA and NCCL read them.
-
-    Args:
-        broadcasts: whether weights reach the servers by ``rollout.sync=distributed``.
-        interleaved: whether a role has several model chunks on a pipeline stage; None: not known
-            yet, variables that depend on it are not set.
-    """
+    """Set the variables that training needs, except those that the user has set; call it before
+    CUDA and NCCL read them. ``broadcasts``: weights reach the servers by
+    ``rollout.sync=distributed``. ``interleaved``: a role has several model chunks on a pipeline
+    stage; None: not known yet, variables that depend on it are not set."""
     for row in ROWS:
         value = row.interleaved if interleaved and row.interleaved is not None else row.value
         if value is None or (row.for_broadcasts and not broadcasts):
@@ -115,15 +106,8 @@ def set_for_training(
 
 
 def check_queues(environ: Mapping[str, str], interleaved: bool) -> None:
-    """Check the user's number of hardware queues of a GPU.
-
-    Args:
-        interleaved: as in ``set_for_training``.
-
-    Raises:
-        InputError: with it, the stages of an interleaved pipeline could wait for each other for
-            ever.
-    """
+    """Raise InputError if with the user's number of hardware queues of a GPU the stages of an
+    interleaved pipeline could wait for each other for ever."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     queues = environ.get(name, str(QUEUES_INTERLEAVED))
     if interleaved and queues != str(QUEUES_INTERLEAVED):
@@ -135,11 +119,7 @@ def check_queues(environ: Mapping[str, str], interleaved: bool) -> None:
 
 
 def for_server(environ: Mapping[str, str], broadcasts: bool = False) -> dict[str, str]:
-    """Select the part of a training rank's environment that a server inherits.
-
-    Args:
-        broadcasts: as in ``set_for_training``.
-    """
+    """Select the part of a training rank's environment that a server inherits."""
     kept = {}
     for name, value in environ.items():
         row = next((row for row in ROWS if fnmatchcase(name, row.names)), None)

@@ -29,14 +29,9 @@ SMALLEST_SHARED = 1 << 20
 
 @dataclass(frozen=True)
 class Moves:
-    """Which sequences every rank of a group receives, and from whom.
-
-    Args:
-        source: rank that sends each sequence, ``EVERYWHERE`` if each receiver holds it already; by
-            sequence number.
-        wanted: numbers of the sequences that each rank receives, in the order in which it wants
-            them.
-    """
+    """Which sequences every rank of a group receives, and from whom. ``source`` is the rank that
+    sends each sequence, by its number; ``EVERYWHERE`` if each receiver holds it already. ``wanted``
+    are the sequences that each rank receives, in its order."""
 
     source: Sequence[int]
     wanted: Sequence[Sequence[int]]
@@ -67,7 +62,6 @@ def exchange(
     """Carry out a plan. Collective, unless the plan is local.
 
     Args:
-        moves: the plan, the same on every rank.
         lengths: tokens of each sequence, by number.
         held: numbers of the sequences that this rank holds, in the order of its tensors.
         tensors_for: the tensors ``[T, ...]`` (CPU) of the held sequences that a receiver gets; the
@@ -77,8 +71,8 @@ def exchange(
             node these ranks share one copy. None: no two ranks are alike.
 
     Returns:
-        The tensors for this rank, ``[T', ...]``: the sequences it wants, in that order. Nobody may
-        write to them: they may be those of ``tensors_for`` or another rank's.
+        ``[T', ...]`` of the sequences this rank wants, in that order. Nobody may write to them:
+        they may be those of ``tensors_for`` or another rank's.
     """
     rank = dist.get_rank(group) if group_size(group) > 1 else 0
     if moves.is_local:
@@ -112,7 +106,6 @@ def _all_to_all(
     tensors_for: Callable[[int], Sequence[Tensor]],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """``exchange``, with a copy for every receiver."""
     rank, ranks = dist.get_rank(group), range(len(moves.wanted))
     pieces = _Pieces(held, [lengths[number] for number in held])
     mine = tensors_for(rank)
@@ -158,8 +151,6 @@ def _unpacked(
 
 
 class _Pieces:
-    """Cuts tensors of concatenated sequences into sequences."""
-
     def __init__(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         self._numbers = list(numbers)
         bounds = pairwise(accumulate(lengths, initial=0))
@@ -177,7 +168,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    """Bytes per token."""
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
@@ -186,11 +176,7 @@ def _tokens(numbers: Iterable[int], lengths: Sequence[int]) -> int:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks in place. Collective.
-
-    Args:
-        values: on the CPU. Where at most one rank has a number other than 0, the sum is exact.
-    """
+    """Sum a CPU tensor over all ranks in place; exact if at most one has a nonzero. Collective."""
     if group_size() > 1:
         dist.all_reduce(values)
     return values

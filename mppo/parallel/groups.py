@@ -47,14 +47,9 @@ def _own_group(group: object) -> dist.ProcessGroup:
 
 
 class LayoutGroups:
-    """Process groups of one layout.
-
-    Creating groups is collective: all ranks construct the same layouts in the same order.
-
-    Args:
-        layout: the layout; its world size is that of the default group.
-        seed: seed of Megatron's random state tracker for this layout.
-    """
+    """Process groups of one layout, over the ranks of the default group. Creating them is
+    collective: all ranks construct the same layouts in the same order. ``seed`` is that of
+    Megatron's random state tracker for this layout."""
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
         self.layout = layout
@@ -108,33 +103,25 @@ class LayoutGroups:
             _restore(before)
 
     def random_states(self) -> dict[str, Tensor]:
-        """Return Megatron's random states of this layout, by name."""
         return dict(self._rng_states)
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace Megatron's random states, when a run is resumed."""
         self._rng_states = dict(states)
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage."""
         return self.coordinates.pp == self.layout.pp - 1
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this rank reports the results of its data-parallel replica.
-
-        It is on the last pipeline stage and first along the tensor and context axes.
-        """
+        """Whether this rank reports the results of its data-parallel replica: it is on the last
+        pipeline stage and first along the tensor and context axes."""
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 
 def _pipeline_group(layout: Layout, description: str) -> dist.ProcessGroup:
-    """A group of the ranks of this rank's pipeline besides Megatron's own. Collective.
-
-    Args:
-        description: what the group is for; groups with another description are not this one.
-    """
+    """A group of the ranks of this rank's pipeline besides Megatron's own, one for each
+    description. Collective."""
     apart = layout.world // layout.pp
     groups = [
         parallel_state.create_group(

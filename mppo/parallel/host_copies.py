@@ -17,12 +17,8 @@ _SLAB = 64 << 20
 
 @dataclass(eq=False)
 class _Slab:
-    """Host memory that is reused when no copy in it is needed any more.
-
-    Args:
-        content: uint8; pinned if the device is a GPU.
-        used: bytes handed out since it was last empty.
-    """
+    """Host memory (uint8; pinned for a GPU) that is reused when no copy in it is needed any more;
+    ``used`` bytes were handed out since it was last empty."""
 
     content: Tensor
     used: int = 0
@@ -30,11 +26,7 @@ class _Slab:
 
 
 class HostCopy:
-    """A tensor in host memory. Its memory is reused when this object is freed.
-
-    Args:
-        content: the part of the memory, with the tensor's shape and dtype.
-    """
+    """A tensor in host memory. Its memory is reused when this object is freed."""
 
     def __init__(self, slab: _Slab, content: Tensor, device: torch.device) -> None:
         self._slab, self.content, self.device = slab, content, device
@@ -46,33 +38,21 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A tensor on its way back to the device.
-
-    Args:
-        tensor: the tensor; valid after ``wait``.
-        event: its arrival; None on the CPU.
-    """
+    """A tensor on its way back to the device, valid after ``wait``; ``event`` is its arrival."""
 
     tensor: Tensor
     event: Any = None
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the tensor, and return it."""
         if self.event is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
         return self.tensor
 
 
 class HostCopier:
-    """Copies tensors of one device to host memory and back, on a stream of its own.
-
-    All copies run in the order of the calls. Therefore a copy may reuse host memory whose last copy
-    back to the device has not completed. The host waits for none of them.
-
-    Args:
-        device: a GPU, or the CPU, where copies complete at once.
-        slab_bytes: bytes of host memory that are allocated together.
-    """
+    """Copies tensors of one device to host memory and back, on a stream of its own; on the CPU
+    copies complete at once. All copies run in the order of the calls, so a copy may reuse host
+    memory whose last copy back is not complete. The host waits for none of them."""
 
     def __init__(self, device: torch.device, slab_bytes: int = _SLAB) -> None:
         self._on_gpu, self._slab_bytes = device.type != "cpu", slab_bytes
@@ -82,12 +62,10 @@ class HostCopier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that have been allocated."""
         return sum(len(slab.content) for slab in self._slabs)
 
     @property
     def copies(self) -> int:
-        """Number of copies in host memory."""
         return sum(slab.copies for slab in self._slabs)
 
     def store(self, x: Tensor) -> HostCopy:
@@ -135,5 +113,4 @@ class HostCopier:
 
 @functools.cache
 def host_copier(device: torch.device) -> HostCopier:
-    """This process's copier of a device."""
     return HostCopier(device)

@@ -11,10 +11,8 @@ LIMIT = "limit of the cgroup"
 
 
 def host_memory() -> tuple[int, str]:
-    """Bytes that processes here may use, and which of the two limits that is.
-
-    A container, or a SLURM job with ``--mem``, has a cgroup with a limit below the physical memory.
-    """
+    """Bytes that processes here may use, and which of the two limits that is. A container, or a
+    SLURM job with ``--mem``, has a cgroup with a limit below the physical memory."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit()
     if limit is not None and limit < physical:
@@ -23,11 +21,7 @@ def host_memory() -> tuple[int, str]:
 
 
 def cgroup_limit(root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of this process's cgroup and its parents; None without one.
-
-    Args:
-        root: folder with ``proc`` and ``sys``.
-    """
+    """The smallest memory limit of this process's cgroup and its parents; None without one."""
     found: list[int] = []
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

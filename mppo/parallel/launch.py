@@ -33,12 +33,7 @@ PARENT = os.getppid()
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """Place of one process in the job.
-
-    Args:
-        rank: index in the job, from 0.
-        master_addr: address of rank 0.
-    """
+    """Place of one process in the job."""
 
     rank: int
     world_size: int
@@ -64,13 +59,7 @@ def quiet_libraries() -> None:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read rank, world size and rendezvous from the launcher of this process.
-
-    Args:
-        environ: environment variables; None: this process's own.
-
-    Returns:
-        This process's place. Collective under MPI.
+    """Read rank, world size and rendezvous from the launcher of this process. Collective under MPI.
 
     Raises:
         InputError: the launcher's variables are incomplete, or MPI is needed and missing.
@@ -80,14 +69,9 @@ def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:
 
 
 def launcher(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher of this process.
-
-    MPI is checked before Slurm, since ``mpirun`` in a Slurm job sets the variables of both. A Slurm
-    batch script that starts ``python`` without ``srun`` has no step and is a world of one.
-
-    Raises:
-        InputError: ``MPPO_LAUNCHER`` names no launcher.
-    """
+    """Return the launcher of this process; InputError if ``MPPO_LAUNCHER`` names none. MPI is
+    checked before Slurm, since ``mpirun`` in a Slurm job sets the variables of both. A Slurm batch
+    script that starts ``python`` without ``srun`` has no step and is a world of one."""
     if name := environ.get("MPPO_LAUNCHER", ""):
         if name not in LAUNCHERS:
             raise InputError(f"MPPO_LAUNCHER={name}: choose one of {', '.join(LAUNCHERS)}")
@@ -104,14 +88,9 @@ def launcher(environ: Mapping[str, str]) -> Launcher:
 def launcher_patience_s(
     info: LaunchInfo, environ: Mapping[str, str], command: Sequence[str]
 ) -> float:
-    """Seconds that the launcher waits between the signal to stop and SIGKILL.
-
-    torchrun's value appears on its command line only (torch/distributed/run.py). Under Slurm, whose
-    own ``KillWait`` is 30 s by default, a longer value of torchrun has no effect.
-
-    Args:
-        command: command line of its parent.
-    """
+    """Seconds that the launcher waits between the signal to stop and SIGKILL. torchrun's value
+    appears on its command line only (torch/distributed/run.py). Under Slurm, whose own ``KillWait``
+    is 30 s by default, a longer value of torchrun has no effect."""
     if info.how != "torchrun" or "SLURM_JOB_ID" in environ:
         return PATIENCE_S
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -141,10 +120,7 @@ def is_over_nodes(environ: Mapping[str, str]) -> bool:
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
     """Number of tasks on one node from Slurm's compressed list: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        InputError: the list is malformed or names fewer nodes.
-    """
+    InputError: the list is malformed or names fewer nodes."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -13,8 +13,6 @@ from mppo.safety.input_error import InputError
 
 
 class MegatronSizes(TypedDict):
-    """Sizes of a layout's axes by Megatron's names."""
-
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
@@ -25,8 +23,6 @@ class MegatronSizes(TypedDict):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's index along each axis of a layout."""
-
     tp: int
     cp: int
     dp: int
@@ -38,15 +34,8 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel axes of one role.
-
-    Args:
-        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor sizes.
-        vpp: model chunks per pipeline stage (1: no interleaving).
-
-    Raises:
-        InputError: the axes do not fit the world size.
-    """
+    """Sizes of the tensor, pipeline, context, expert and expert-tensor axes of one role, and
+    ``vpp`` model chunks per pipeline stage; InputError if they do not fit the world size."""
 
     world: int
     tp: int = 1
@@ -87,11 +76,9 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of ``rank``."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -101,19 +88,14 @@ class Layout:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
 
     def bubble_fraction(self, microbatches: int) -> float:
-        """Idle fraction of the pipeline under 1F1B (``vpp`` 1) or interleaving.
-
-        ``(pp - 1) / vpp`` idle forward-backward slots for ``microbatches`` slots of work
-        (Narayanan et al. 2021, section 2.2).
-        """
+        """Idle fraction of the pipeline under 1F1B (``vpp`` 1) or interleaving: ``(pp - 1) / vpp``
+        idle forward-backward slots for ``microbatches`` of work (Narayanan et al. 2021, 2.2)."""
         idle = (self.pp - 1) / self.vpp
         return idle / (microbatches + idle)
 
     def describe(self) -> str:
-        """Name the axes larger than one, such as ``TP2 x PP2``; ``DP1`` if all are one.
-
-        ETP is named where it is not TP, and beside EP.
-        """
+        """Name the axes larger than one, such as ``TP2 x PP2``; ``DP1`` if all are one. ETP is
+        named where it is not TP, and beside EP."""
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep}
         if self.ep > 1 or self.etp not in (1, self.tp):
             sizes["ETP"] = self.etp

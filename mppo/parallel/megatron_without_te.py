@@ -11,11 +11,9 @@ import importlib
 
 def install() -> None:
     """Define the missing names. Idempotent; changes nothing where Transformer Engine is installed.
-
     ``moe_utils.te_general_gemm`` becomes None, which the router's code treats as absent.
     ``TELinear`` and ``TEColumnParallelLinear`` of ``multi_latent_attention`` become classes without
-    instances, because ``isinstance`` checks use them.
-    """
+    instances, because ``isinstance`` checks use them."""
     moe_utils = vars(importlib.import_module("megatron.core.transformer.moe.moe_utils"))
     moe_utils.setdefault("te_general_gemm", None)
     attention = vars(importlib.import_module("megatron.core.transformer.multi_latent_attention"))

@@ -25,12 +25,7 @@ _ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class _Moved:
-    """A storage in host memory.
-
-    Args:
-        storage: the storage; empty while it is in host memory.
-        start: first byte of its content in the host memory.
-    """
+    """A storage, empty while its content is in host memory, from byte ``start``."""
 
     storage: torch.UntypedStorage
     start: int
@@ -38,25 +33,16 @@ class _Moved:
 
 
 class CopyLane:
-    """The stream on which a process copies storages of one device to host memory and back.
-
-    Args:
-        device: a GPU, or the CPU, where copies complete at once.
-    """
+    """The stream on which a process copies storages of one device to host memory and back; on the
+    CPU copies complete at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type != "cpu" else None
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Start to copy tensors of equal size, after the work queued on the current stream.
-
-        Args:
-            pairs: target and source, one of them on the device.
-
-        Returns:
-            The event at which all copies are complete; None on the CPU.
-        """
+        """Start to copy pairs of target and source of equal size, after the work queued on the
+        current stream; return the event of their completion, None on the CPU."""
         if self.stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -73,7 +59,6 @@ class CopyLane:
 
 @functools.cache
 def copy_lane(device: torch.device) -> CopyLane:
-    """This process's lane of a device."""
     return CopyLane(device)
 
 
@@ -83,13 +68,10 @@ class MovedStorages:
     The host memory is allocated with the first move, pinned if the device is a GPU, and reused by
     all later ones. Copies run on a stream of their own: the host waits for none of them.
 
-    Args:
-        tensors: lists the tensors; called at every move to the host, since a tensor may have
-            another storage by then. Tensors on other devices stay where they are.
-
-    Attributes:
-        changed: whether the content may differ from that in host memory. Whoever writes to the
-            tensors on the device sets it; a move of unchanged content copies nothing.
+    ``tensors`` lists the tensors at every move to the host, since a tensor may have another storage
+    by then; tensors on other devices stay. ``changed``: the content may differ from that in host
+    memory. Whoever writes to the tensors on the device sets it; a move of unchanged content copies
+    nothing.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
@@ -104,21 +86,16 @@ class MovedStorages:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory that have been allocated."""
         return self._host.nbytes
 
     @property
     def is_moved(self) -> bool:
-        """Whether the storages are in host memory."""
         return bool(self._moved)
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Start to copy the storages to host memory, and free them on the device.
-
-        Raises:
-            MemoryError: the host has too little memory.
-        """
+        """Start to copy the storages to host memory, and free them on the device; MemoryError if
+        the host has too little."""
         if self._moved:
             return
         self.wait()
@@ -140,10 +117,7 @@ class MovedStorages:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Allocate the storages on the device and start to copy their content back.
-
-        ``wait`` comes before their use.
-        """
+        """Allocate the storages on the device, start to copy back; ``wait`` before their use."""
         if not self._moved:
             return
         places = list(self._moved.values())
@@ -161,11 +135,9 @@ class MovedStorages:
             self._arriving = None
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """The tensor where its content is: itself, or a view of the host memory.
-
-        The view is valid until the storages leave the device again. The host waits for a copy to
-        the host that is under way, the current stream for one to the device.
-        """
+        """The tensor where its content is: itself, or a view of the host memory. The view is valid
+        until the storages leave the device again. The host waits for a copy to the host that is
+        under way, the current stream for one to the device."""
         self.wait()
         place = self._moved.get(tensor.untyped_storage()._cdata)
         if place is None:
@@ -192,6 +164,5 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 
 def _octets(place: _Moved, device: torch.device) -> Tensor:
-    """A storage's content as uint8 ``[nbytes]`` on the device."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device=device)  # set_'s annotations differ
     return empty.set_(place.storage, 0, (place.nbytes,))

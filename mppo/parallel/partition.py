@@ -7,15 +7,9 @@ from collections.abc import Sequence
 
 
 def partition(weights: Sequence[int], parts: int, equal_count: bool = False) -> list[list[int]]:
-    """Split indices into parts of nearly equal weight: largest first, into the lightest part.
-
-    Args:
-        parts: number of parts; some may be empty.
-        equal_count: part sizes differ by at most one.
-
-    Returns:
-        Ascending indices per part. Ties resolve by index, so all ranks compute the same division.
-    """
+    """Split indices into parts of nearly equal weight: largest first, into the lightest part. Parts
+    are ascending and may be empty; ties resolve by index, so all ranks compute the same division.
+    ``equal_count``: part sizes differ by at most one."""
     smallest, larger = divmod(len(weights), parts)
     heap = [(0, part) for part in range(parts)]
     result: list[list[int]] = [[] for _ in range(parts)]

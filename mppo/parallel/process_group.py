@@ -27,14 +27,9 @@ _POLL_S = 0.05
 
 @contextmanager
 def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
-    """The default process group, destroyed on every exit.
-
-    MPI is finalised on a clean exit only: ``mpirun`` ends the other ranks at once if one exits
-    without.
-
-    Args:
-        timeout_s: seconds after which a collective with a missing rank fails.
-    """
+    """The default process group, destroyed on every exit; a collective with a missing rank fails
+    after ``timeout_s``. MPI is finalised on a clean exit only: ``mpirun`` ends the other ranks at
+    once if one exits without."""
     hook = sys.excepthook
     init_process_group(info, timeout_s)
     try:
@@ -87,14 +82,7 @@ def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
 
 
 def check_distinct(gpus: Sequence[str]) -> None:
-    """Check that no two ranks have the same GPU, which NCCL refuses without naming the ranks.
-
-    Args:
-        gpus: UUID of each rank's GPU.
-
-    Raises:
-        InputError: two have.
-    """
+    """Raise InputError if two ranks have the same GPU, which NCCL refuses without naming them."""
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if first.setdefault(gpu, rank) != rank:
@@ -110,10 +98,7 @@ def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> Store:
     The store outlives the ranks: restarted ranks find the addresses of the previous ones in it. The
     restart count cannot be the prefix, since the agents of several nodes count differently. So each
     rank publishes a random token, and the first rank answers to each token with the prefix. A rank
-    of an earlier start never gets an answer to its token.
-
-    Raises:
-        RuntimeError: some rank did not join within ``timeout_s``.
+    of an earlier start never gets an answer to its token. RuntimeError: some rank did not join.
     """
     timeout = timedelta(seconds=timeout_s)
     store = TCPStore(info.master_addr, info.master_port, timeout=timeout, wait_for_workers=False)
@@ -138,14 +123,8 @@ def _store_of_this_start(info: LaunchInfo, timeout_s: float) -> Store:
 
 
 def _check_agent(info: LaunchInfo) -> None:
-    """Check that torchrun's store answers.
-
-    If torchrun was killed while its ranks were starting, they would wait for the store until the
-    collective timeout.
-
-    Raises:
-        RuntimeError: the store does not answer.
-    """
+    """Raise RuntimeError unless torchrun's store answers. If torchrun was killed while its ranks
+    were starting, they would wait for the store until the collective timeout."""
     for attempt in range(1, _STORE_ATTEMPTS + 1):
         try:
             socket.create_connection((info.master_addr, info.master_port), timeout=10).close()

@@ -30,19 +30,14 @@ _ACROSS_STAGES = (
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
 )
 """Descriptions of groups with ranks of several pipeline stages, besides the one for gradient norms.
-
 Stages run different lists of actions, so they may begin messages, sums of tied embeddings and sums
 of norms in different orders; a communicator executes everything in one order. Each of these
-descriptions therefore has its own group. Ranks of one stage run the same list.
-"""
+descriptions therefore has its own group. Ranks of one stage run the same list."""
 
 
 def install(backend: str) -> None:
     """Make Megatron's ``create_group`` return an existing group with the same ranks; idempotent.
-
-    Args:
-        backend: backend of groups for which Megatron names none.
-    """
+    ``backend`` is that of groups for which Megatron names none."""
     parallel_state = vars(importlib.import_module("megatron.core.parallel_state"))
     create = parallel_state["create_group"]
     if not hasattr(create, "__wrapped__"):

@@ -56,18 +56,13 @@ _SEVERAL = {
 
 
 class StagedWork:
-    """Handle of a started operation, like ``torch.distributed.Work``.
-
-    Args:
-        works: handles of gloo's operations.
-        results: pairs of a tensor and the host's copy with its result.
-    """
+    """Handle of a started operation, like ``torch.distributed.Work``; ``results`` are pairs of a
+    tensor and the host's copy with its result."""
 
     def __init__(self, works: Iterable[Any], results: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._works, self._results = list(works), list(results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the operation and copy its results back."""
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         for tensor, copy in self._results:
@@ -76,24 +71,16 @@ class StagedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would not block."""
         return all(work.is_completed() for work in self._works)
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group of ranks that share a GPU.
-
-    Args:
-        timeout: after which an operation with a missing rank fails.
-    """
-
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # its stub lacks this form
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     @staticmethod
     def stages(tensor: Tensor) -> bool:
-        """Whether gloo gets a copy of a tensor."""
         return tensor.is_cuda
 
     @property
@@ -119,7 +106,6 @@ class StagedGroup(dist.ProcessGroup):
         return StagedWork([self._gloo.send(copies, dstRank, tag)])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Start a barrier."""
         return self._gloo.barrier(*(() if opts is None else (opts,)))
 
     @staticmethod
@@ -165,11 +151,7 @@ for _make, _names in ((_operation, _COLLECTIVES), (_several, _SEVERAL)):
 
 
 def register(name: str = BACKEND, group: type[StagedGroup] = StagedGroup) -> str:
-    """Register the backend in torch.distributed; idempotent.
-
-    Returns:
-        ``name``.
-    """
+    """Register the backend in torch.distributed; idempotent."""
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, group, devices=["cpu", "cuda"])
     return name

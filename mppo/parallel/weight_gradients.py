@@ -14,13 +14,8 @@ from torch import Tensor
 
 
 def accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Compute ``main_grad += grad_output.T @ inputs`` in float32.
-
-    Args:
-        inputs: the layer's input ``[tokens, in]``.
-        grad_output: gradient of the layer's output ``[tokens, out]``.
-        main_grad: accumulated weight gradient, float32 ``[out, in]``; changed in place.
-    """
+    """Compute ``main_grad += grad_output.T @ inputs`` in float32, in place: ``[out, in]`` from the
+    layer's input ``[tokens, in]`` and its output's gradient ``[tokens, out]``."""
     main_grad.addmm_(grad_output.t().to(main_grad.dtype), inputs.to(main_grad.dtype))
 
 

@@ -37,8 +37,7 @@ class Action(NamedTuple):
             waits for the norm, clips the gradient and updates the weights.
         role: name of the role, such as "actor".
         mini_batch: index of the mini-batch (optimizer step) within the role's update.
-        micro_batch: index of the micro-batch within the mini-batch; 0 for "reduce", "norm" and
-            "step".
+        micro_batch: index within the mini-batch; 0 for "reduce", "norm" and "step".
         chunk: index of the model chunk on this stage that the pass computes, or that computes or
             needs the message; 0 without interleaving, and for "reduce", "norm" and "step".
     """
@@ -51,11 +50,9 @@ class Action(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """What the action belongs to."""
         return self[1:]
 
     def of_kind(self, kind: ActionKind) -> Action:
-        """The action of another kind for the same chunk of the same micro-batch."""
         return Action(kind, *self[1:])
 
 
@@ -70,9 +67,8 @@ class RoleWork:
             data-parallel rank.
         forward: cost of one micro-batch's forward pass on one stage, over all its chunks: one
             number for all stages, or one number per stage.
-        backward: cost of one micro-batch's backward pass on one stage, in the same form.
-        reduce: cost of reducing one mini-batch's gradient; the reduction runs in the background
-            while the stage computes.
+        backward: the same of the backward pass.
+        reduce: cost of reducing one mini-batch's gradient, in the background.
         step: cost of an optimizer step; the stage computes nothing else meanwhile.
         chunks: number of model chunks on each stage. If there are several, the pipeline is
             interleaved and the numbers of micro-batches are multiples of the number of stages.
@@ -99,21 +95,15 @@ class RoleWork:
 
 
 def is_interleaved(roles: Sequence[RoleWork]) -> bool:
-    """Whether a role has several chunks on a stage."""
     return any(role.chunks > 1 for role in roles)
 
 
 def memory_shares(
     roles: Sequence[RoleWork], stage: int, stages: int, early: bool = True
 ) -> tuple[list[int], int]:
-    """Share of a stage's activation memory that one chunk pass of each role takes.
-
-    The memory suffices for ``most_in_flight`` passes of any role. It suffices for passes of several
-    roles if the sum of their shares does not exceed the whole.
-
-    Returns:
-        The share of each role, and the whole, as integers.
-    """
+    """Share of a stage's activation memory that one chunk pass of each role takes, and the whole,
+    as integers. The memory suffices for ``most_in_flight`` passes of any role, and for passes of
+    several roles if the sum of their shares does not exceed the whole."""
     limits = [role.most_in_flight(stage, stages, early) for role in roles]
     whole = math.lcm(*limits)
     return [whole // limit for limit in limits], whole

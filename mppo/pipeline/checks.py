@@ -40,14 +40,8 @@ class ScheduleFault(AssertionError):
 def checked_schedule(
     kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int
 ) -> tuple[Schedule, str | None]:
-    """Make a schedule with ``make_schedule`` and check it. Results are cached.
-
-    Returns:
-        The schedule, and None. If the schedule is invalid: a "sequential" schedule, and the fault.
-
-    Raises:
-        ScheduleFault: the "sequential" schedule is invalid as well.
-    """
+    """Make a schedule with ``make_schedule`` and check it; results are cached. Returns it and None;
+    if it is invalid, a "sequential" schedule and the fault. ScheduleFault: that is invalid too."""
     schedule = make_schedule(kind, roles, stages)
     try:
         check_schedule(schedule)
@@ -59,11 +53,7 @@ def checked_schedule(
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check a schedule's lists, and that its stages cannot wait for each other for ever.
-
-    Raises:
-        ScheduleFault: see ``check_lists``, or the stages could hang.
-    """
+    """Raise ScheduleFault if ``check_lists`` does, or stages could wait for each other for ever."""
     check_lists(schedule)
     hang = hang_of(schedule.lists, schedule.roles)
     if hang is not None:
@@ -71,13 +61,9 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def check_lists(schedule: Schedule) -> None:
-    """Check a schedule's lists.
-
-    Raises:
-        ScheduleFault: an action is missing or duplicated, an action precedes another one that it
-            depends on, the lists deadlock with blocking receives, or a stage holds more activations
-            than in Megatron's schedules.
-    """
+    """Raise ScheduleFault if an action is missing, duplicated or precedes another that it depends
+    on, the lists deadlock with blocking receives, or a stage holds more activations than in
+    Megatron's schedules."""
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
         _check_actions(schedule, actions, stage, stages)
@@ -87,12 +73,8 @@ def check_lists(schedule: Schedule) -> None:
 
 
 def run_blocking(lists: StageLists) -> None:
-    """Execute the lists symbolically, with blocking receives.
-
-    Raises:
-        ScheduleFault: the stages deadlock, a message is paired with the receive of another
-            message, or a message or a receive is left over at the end.
-    """
+    """Execute the lists symbolically, with blocking receives; ScheduleFault if the stages deadlock,
+    a message is paired with another's receive, or a message or a receive is left over."""
     _BlockingRun(lists).run()
 
 
@@ -164,8 +146,6 @@ def _check_in_flight(
 
 
 class _BlockingRun:
-    """The state of all stages while they execute their lists."""
-
     def __init__(self, lists: StageLists) -> None:
         self._lists = lists
         self._next = [0] * len(lists)
@@ -219,7 +199,6 @@ class _BlockingRun:
         return True
 
     def _pass_norm(self) -> bool:
-        """Pass a "norm" if all stages have reached the same one; return whether they have."""
         here = {
             actions[at] if at < len(actions) else None
             for actions, at in zip(self._lists, self._next, strict=True)

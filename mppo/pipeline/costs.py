@@ -19,15 +19,8 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of an update's passes and steps on its stages, in ticks.
-
-    Args:
-        forward: ``[role][stage]``, of one chunk's forward pass; at least 1.
-        backward: ``[role][stage]``, of one chunk's backward pass; at least 1.
-        reduce: ``[role]``, of reducing one mini-batch's gradient.
-        step: ``[role]``, of an optimizer step.
-        ticks_per_unit: number of ticks in the unit of the costs in ``RoleWork``.
-    """
+    """The costs of an update's passes (``[role][stage]``, of one chunk, at least 1) and of its
+    reductions and steps (``[role]``), in ticks."""
 
     forward: list[tuple[int, ...]]
     backward: list[tuple[int, ...]]
@@ -37,11 +30,9 @@ class Costs:
 
     @staticmethod
     def of(roles: Sequence[RoleWork], stages: int) -> Costs:
-        """Convert the costs of all roles; the same on every rank.
-
-        Costs are rounded to decimal digits, so that 3.1 and 3 * 3.1 keep their ratio, and in such
-        ticks that a role's passes divide evenly into its chunks.
-        """
+        """Convert the costs of all roles; the same on every rank. Costs are rounded to decimal
+        digits, so that 3.1 and 3 * 3.1 keep their ratio, and in such ticks that a role's passes
+        divide evenly into its chunks."""
         passes = [
             [cost if isinstance(cost, tuple) else (cost,) * stages for cost in costs]
             for costs in ((role.forward, role.backward) for role in roles)

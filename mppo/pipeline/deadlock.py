@@ -34,16 +34,10 @@ def find_hang(
 ) -> str | None:
     """Find out whether ranks wait for ever, or exchange the wrong messages.
 
-    Args:
-        lists: the events of every rank; ranks that do the same may be left out together with all
-            ranks that they communicate with.
-        rules: what the events wait for.
-        ranks: number of the rank of each list, for the description; None: that of the list.
-
-    Returns:
-        None if every rank reaches the end of its list; else a description: the events that wait
-        for each other (of each rank's the first, where its host waits, and the last), or the
-        communication that has no partner.
+    Ranks that do the same may be left out together with all ranks that they communicate with;
+    ``ranks`` are the numbers of the lists' ranks, for the description. Returns None if every rank
+    reaches the end of its list; else a description: the events that wait for each other (of each
+    rank's the first, where its host waits, and the last), or the communication without a partner.
     """
     if complete_in_order(lists, rules):
         return None
@@ -64,8 +58,6 @@ def find_circle(
 
 @dataclass(frozen=True)
 class _Names:
-    """Descriptions of the events of every list."""
-
     lists: Sequence[Sequence[RankEvent]]
     ranks: Sequence[int]
 
@@ -109,7 +101,6 @@ class _Graph:
         return number
 
     def edge(self, first: int, then: int) -> None:
-        """Let a node wait for another one."""
         self.following[first].append(then)
         self.missing[then] += 1
 
@@ -134,14 +125,9 @@ class _Graph:
         return names.circle(list(circle))
 
     def _circle(self, awaited: Mapping[int, Sequence[int]]) -> list[int]:
-        """Nodes of which each waits for the next one, and the last one for the first.
-
-        Args:
-            awaited: for every node that waits for ever, the others among them that it waits for.
-
-        Returns:
-            Of the circles through one node, one that changes the rank least often.
-        """
+        """Nodes of which each waits for the next one, and the last one for the first; of the
+        circles through one node, one that changes the rank least often. ``awaited`` are, for every
+        node that waits for ever, the others among them that it waits for."""
         start, seen = next(iter(awaited)), set()
         while start not in seen:
             seen.add(start)
@@ -258,7 +244,6 @@ class _Issue:
                 self._host_wait(place, self._tails.values())
 
     def _awaited(self, event: RankEvent) -> Collection[int]:
-        """What a wait waits for."""
         if event.whole_device:
             return self._tails.values()
         if event.until is not None:

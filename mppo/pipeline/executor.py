@@ -29,15 +29,8 @@ class ForwardWork(Protocol):
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """Compute a chunk's forward pass.
-
-        Args:
-            mini_batch, micro_batch, chunk: see ``Action``.
-            received: the message; None for the model's first chunk.
-
-        Returns:
-            The message to the next stage; None for the model's last chunk.
-        """
+        """Compute a chunk's forward pass from the message (None for the model's first chunk), and
+        return the message to the next stage (None for its last chunk)."""
         ...
 
 
@@ -47,15 +40,8 @@ class StageWork(ForwardWork, Protocol):
     def backward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
-        """Compute a chunk's backward pass.
-
-        Args:
-            mini_batch, micro_batch, chunk: see ``Action``.
-            received: the message; None for the model's last chunk.
-
-        Returns:
-            The message to the previous stage; None for the model's first chunk.
-        """
+        """Compute a chunk's backward pass from the message (None for the model's last chunk), and
+        return the message to the previous stage (None for its first chunk)."""
         ...
 
     def reduce(self, mini_batch: int) -> None:
@@ -76,23 +62,18 @@ def carry_out(
     rest_after: Callable[[int], Sequence[Action]] | None = None,
     recorder: Recorder | None = None,
 ) -> bool:
-    """Execute this stage's list of actions.
+    """Execute this stage's list; return False if ``step`` ended the update early.
 
     Args:
-        actions: this stage's list. It comes from a schedule that
-            ``mppo.pipeline.checks.check_schedule`` has accepted, or from ``forward_list``.
+        actions: the list. It comes from a schedule that ``mppo.pipeline.checks.check_schedule`` has
+            accepted, or from ``forward_list``.
         work: the operations of each role, by name; the list of an update needs ``StageWork``.
-        phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions, by role;
-            None: the caller's phase.
+        phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions; None:
+            the caller's phase.
         step: takes the optimizer step of a mini-batch, given the role's name and the mini-batch's
-            index. Returns whether the update continues; the same on every rank. None: the list
-            has no "step".
+            index. Returns whether the update continues; the same on every rank.
         rest_after: maps the position of the "step" at which the update ends early to the actions
             that this stage must still execute.
-        recorder: records the times of the actions; None: no recording.
-
-    Returns:
-        True if the list was executed to its end, False if ``step`` ended the update early.
     """
     inputs: dict[Numbers, Arriving] = {}
     gradients: dict[Numbers, Arriving] = {}
@@ -142,12 +123,9 @@ def _allocate(
     work: Mapping[str, ForwardWork],
     phase_names: Mapping[str, str] | None,
 ) -> list[Tensor]:
-    """Allocate the buffers of the receives up to the next pass or step.
-
-    Call it when a pass or step has ended, ahead of its send: an allocation may wait for the whole
-    device. With a send under way it would wait for a neighbour, which may itself be waiting for
-    this stage's receive.
-    """
+    """Allocate the buffers of the receives up to the next pass or step. Call it when a pass or step
+    has ended, ahead of its send: an allocation may wait for the whole device. With a send under way
+    it would wait for a neighbour, which may itself be waiting for this stage's receive."""
     buffers: list[Tensor] = []
     for action in takewhile(lambda each: each.kind not in _ALLOCATE_AFTER, actions):
         if action.kind in ("receive_input", "receive_gradient"):
@@ -164,7 +142,6 @@ def _phase_of(
 
 
 def _wait(arriving: Arriving | None, recorder: Recorder | None) -> Tensor | None:
-    """The message of a pass; None if the list has no receive for it."""
     if arriving is None:
         return None
     with nullcontext() if recorder is None else recorder.waiting():

@@ -15,20 +15,12 @@ from mppo.pipeline.streams import Stream
 def greedy_orders(
     stream: Stream, roles: Sequence[RoleWork], stages: int, early: bool = True
 ) -> list[list[int]]:
-    """Simulate a pipeline whose stages are greedy, and return the order of each stage's passes.
+    """Simulate a pipeline whose stages are greedy, and return the orders (``Simulation.orders``).
 
     A free stage computes a backward pass if one is ready, else a forward pass if one is ready and
-    the stage has memory for it (``memory_shares``).
-
-    Sorted by their simulated start, all passes follow the passes that they depend on. The orders
-    therefore cannot deadlock, whatever the real costs are.
-
-    Args:
-        stream, roles: see ``simulate``.
-        early: see ``RoleWork.most_in_flight``.
-
-    Returns:
-        The order of each stage, in the form of ``Simulation.orders``.
+    the stage has memory for it (``memory_shares``). Sorted by their simulated start, all passes
+    follow the passes that they depend on. The orders therefore cannot deadlock, whatever the real
+    costs are.
     """
     return _Greedy(stream, roles, stages, early).orders()
 
@@ -61,7 +53,6 @@ class _Greedy:
         self._events = [(0, stage) for stage in range(stages)]
 
     def orders(self) -> list[list[int]]:
-        """Process all events and return the order of each stage's passes."""
         while self._events:
             now, stage = heapq.heappop(self._events)
             if self._free[stage] > now:
@@ -137,5 +128,4 @@ class _Greedy:
 
 
 def _reached(time: int | None, now: int) -> bool:
-    """Whether a time, None while it is unknown, has come."""
     return time is not None and time <= now

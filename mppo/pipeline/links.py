@@ -23,11 +23,7 @@ from mppo.pipeline.routes import MessageKind, kept_sends, route
 
 @dataclass(frozen=True)
 class Arriving:
-    """A message whose non-blocking send or receive has started.
-
-    Args:
-        work: handle of the send or receive; None on a rank outside the process group.
-    """
+    """A message whose non-blocking send or receive has started; no ``work`` outside its group."""
 
     tensor: Tensor
     work: dist.Work | None
@@ -40,14 +36,8 @@ class Arriving:
 
 
 class Links:
-    """This rank's connections to the previous and the next pipeline stage.
-
-    With interleaving, the last stage precedes the first one.
-
-    Args:
-        groups_of_roles: process groups of every role in the schedule; this rank has the same
-            neighbours in all of them.
-    """
+    """This rank's connections to the previous and the next pipeline stage. With interleaving, the
+    last stage precedes the first one. All roles' groups give this rank the same neighbours."""
 
     def __init__(self, groups_of_roles: Iterable[LayoutGroups]) -> None:
         groups = max(groups_of_roles, key=lambda groups: groups.layout.vpp)
@@ -61,12 +51,9 @@ class Links:
         self._connect()
 
     def _connect(self) -> None:
-        """Exchange one number with each neighbour in each direction.
-
-        The first message between two ranks creates their connection, which may block until both
-        ranks call it. If the first message of a list blocked there, a neighbour could wait for
-        another message of this rank meanwhile.
-        """
+        """Exchange one number with each neighbour in each direction. The first message between two
+        ranks creates their connection, which may block until both call it. If the first message of
+        a list blocked there, a neighbour could meanwhile wait for another message of this rank."""
         number = torch.zeros(1, device=device.device())
         arriving = []
         for wraps in (False, True) if self._has_wrap else (False,):
@@ -108,7 +95,6 @@ class Links:
         return start(message, rank, group=getattr(self._groups, group))
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
         self._release(self._outputs, 0)
         self._release(self._gradients, 0)
 

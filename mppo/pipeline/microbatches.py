@@ -20,12 +20,7 @@ MicroBatchPlan = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class MicroBatchLimits:
-    """Size limit of one micro-batch.
-
-    Args:
-        max_sequences: largest number of sequences; used if ``max_tokens`` is None.
-        max_tokens: largest number of tokens; None: the number of sequences is limited instead.
-    """
+    """Size limit of one micro-batch: tokens, or where these are None, sequences."""
 
     max_sequences: int
     max_tokens: int | None = None
@@ -33,13 +28,8 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """How a role's sequences are cut into micro-batches.
-
-    Args:
-        dp: number of data-parallel ranks.
-        count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
-            under interleaving).
-    """
+    """How a role's sequences are cut into micro-batches: over ``dp`` data-parallel ranks, each with
+    a multiple of ``count_multiple`` micro-batches (pipeline size under interleaving)."""
 
     dp: int
     count_multiple: int
@@ -58,17 +48,8 @@ def plan_microbatches(
     limits: MicroBatchLimits,
     count_multiple: int = 1,
 ) -> MicroBatchPlan:
-    """Plan the micro-batches of one pass.
-
-    Args:
-        lengths: number of tokens of every sequence of the batch.
-        indices: indices of the sequences of this pass.
-        count_multiple: the number of micro-batches per rank is a multiple of this (pipeline size
-            under interleaving).
-
-    Returns:
-        The plan; the invariants at the top of this module hold.
-    """
+    """Plan the micro-batches of one pass over the sequences ``indices`` of a batch; the invariants
+    at the top of this module hold."""
     shares = [
         [indices[i] for i in part]
         for part in partition([lengths[i] for i in indices], dp, equal_count=True)

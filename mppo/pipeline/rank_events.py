@@ -82,12 +82,8 @@ class Rules:
 
 
 def complete_in_order(lists: Sequence[Sequence[RankEvent]], rules: Rules) -> bool:
-    """Whether ranks complete that do one event after the other.
-
-    Returns:
-        True: all ranks complete under the rules, and all communications have their partners. False:
-        they may or may not. Batches of communications are not examined.
-    """
+    """Whether all ranks complete under the rules, with partners for all communications, even if
+    each does one event after the other; False: they may or may not. Batches are not examined."""
     meetings = _Meetings()
     ranks = [_Rank(rank, events, rules, meetings) for rank, events in enumerate(lists)]
     ready = list(ranks)
@@ -119,19 +115,13 @@ class _Meeting:
 
 
 class _Meetings:
-    """All communications so far, by communicator and in order."""
-
     def __init__(self) -> None:
         self._all: dict[Hashable, list[_Meeting]] = {}
         self._joined: dict[Hashable, int] = {}
 
     def join(self, key: Hashable, side: Hashable, size: int, content: Hashable) -> _Meeting | None:
-        """A rank's next communication; None: it is another one than its partner's.
-
-        Args:
-            key: the communicator, and for a message its direction.
-            content: the message, or the ranks and what they sum; None: not known.
-        """
+        """A rank's next communication by communicator and direction; None: its ``content`` (the
+        message, or the ranks and what they sum) is not its partner's."""
         known, at = self._all.setdefault(key, []), self._joined.get((key, side), 0)
         self._joined[key, side] = at + 1
         if at == len(known):
@@ -146,8 +136,6 @@ class _Meetings:
 
 
 class _Rank:
-    """A rank, and how far it has come."""
-
     def __init__(
         self, rank: int, events: Sequence[RankEvent], rules: Rules, meetings: _Meetings
     ) -> None:
@@ -164,11 +152,8 @@ class _Rank:
         return self._next == len(self._events)
 
     def proceed(self, ready: list[_Rank]) -> bool:
-        """Do events until one must wait; add the ranks that waited for them to ``ready``.
-
-        Returns:
-            Whether all communications agree with their partners'.
-        """
+        """Do events until one must wait; add the ranks that waited for them to ``ready``. Returns
+        whether all communications agree with their partners'."""
         events, of_event, at = self._events, self._of_event, self._next
         each_waits = self._rules.host_waits == "device"
         while at < len(events):
@@ -204,7 +189,6 @@ class _Rank:
         return last is not None and last.missing > 0
 
     def _start(self, at: int, event: RankEvent, ready: list[_Rank]) -> bool:
-        """Start a communication, or let it follow the communicator's last one."""
         kind, group, here, peer = event.kind, (event.group, event.on_host), self._rank, event.peer
         if event.batch:
             return False

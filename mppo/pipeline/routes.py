@@ -15,20 +15,14 @@ MessageKind = Literal["receive_input", "receive_gradient", "send_output", "send_
 
 
 class Route(NamedTuple):
-    """The way of a message.
-
-    Args:
-        group: process group of all messages of this direction. Messages around the pipeline's end
-            have groups of their own, because with two stages they connect the same two ranks.
-        peer: the stage at the other end.
-    """
+    """The way of a message: its direction's process group, and the stage at the other end. Messages
+    around the pipeline's end have groups of their own: of two stages, the same two ranks."""
 
     group: MessageGroup
     peer: int
 
 
 def route(kind: MessageKind, stage: int, stages: int) -> Route:
-    """The way of a message that a stage sends or receives."""
     down = kind in ("receive_input", "send_output")
     to_next = kind in ("receive_gradient", "send_output")
     wraps = stage == (stages - 1 if to_next else 0)
@@ -37,11 +31,7 @@ def route(kind: MessageKind, stage: int, stages: int) -> Route:
 
 
 def routes(stage: int, stages: int, chunks: int) -> set[Route]:
-    """The ways of all messages of a stage. Each has a communicator of its own.
-
-    Args:
-        chunks: number of model chunks of the role on a stage.
-    """
+    """The ways of all messages of a stage. Each has a communicator of its own."""
     kinds: set[MessageKind] = set()
     if stage > 0 or chunks > 1:
         kinds |= {"receive_input", "send_gradient"}
@@ -61,8 +51,6 @@ def kept_sends(stage: int, stages: int, chunks: int) -> tuple[int, int]:
     gradients. The last stage consumes a gradient from the first stage when it computes the
     backward passes of the previous chunk, as many passes later as there are stages.
 
-    Args:
-        chunks: largest number of model chunks of a role on a stage.
     """
     work = RoleWork("", (), chunks=chunks)
     gradients = work.most_in_flight(stage - 1, stages) if stage else stages

@@ -18,15 +18,7 @@ from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of one update.
-
-    Args:
-        kind: the kind of schedule, see ``candidate_streams``.
-        roles: passes, optimizer steps and costs of each role.
-        stream: the order in which micro-batches pass through the stages.
-        steps: the optimizer steps, in the order of ``steps_of``.
-        simulation: simulated start times of the passes, at the costs in ``roles``.
-    """
+    """The schedule of one update; ``simulation`` is at the costs in ``roles``."""
 
     kind: ScheduleKind
     roles: tuple[RoleWork, ...]
@@ -36,14 +28,12 @@ class Schedule:
     lists: StageLists
 
     def rest_after(self, stage: int, position: int) -> list[Action]:
-        """Return the actions that a stage must still execute if the update ends early at a "step".
+        """Return the actions that a stage must still execute if the update ends early at the "step"
+        at ``position``, which is not taken either.
 
         All stages end the update at the same step, but reach it at different times. Micro-batches
         that entered the pipeline before the first one that needs this step are computed to their
         end on every stage, because their messages may be in flight. No further step is taken.
-
-        Args:
-            position: index of the "step" in the stage's list; this step is not taken either.
         """
         left = self.lists[stage][position]
         assert left.kind == "step"
@@ -79,12 +69,7 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     One that stays free of such waits if a pass waits for the whole device is preferred if it is at
     most a tenth slower. With interleaving hardly any does.
 
-    Args:
-        kind: the kind of schedule, see ``candidate_streams``.
-
-    Returns:
-        The schedule. If all candidates can hang: the fastest, which ``mppo.pipeline.checks``
-        refuses.
+    If all candidates can hang, the fastest is returned, which ``mppo.pipeline.checks`` refuses.
     """
     candidates = _candidates(kind, roles, stages)
     safe: Schedule | None = None
@@ -110,7 +95,6 @@ _SLOWER = 1.1
 def _candidates(
     kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int
 ) -> list[tuple[Simulation, Stream]]:
-    """Simulate all candidates for a schedule, and list them, the fastest first."""
     found: list[tuple[Simulation, Stream]] = []
     choices = (True, False) if is_interleaved(roles) else (True,)
     for stream, early in product(candidate_streams(kind, roles, stages), choices):
@@ -134,14 +118,8 @@ def _with_lists(
 
 
 def forward_list(roles: Sequence[RoleWork], stage: int, stages: int) -> list[Action]:
-    """Make a stage's list of forward-only passes, role after role.
-
-    The pipeline fills and drains once. Every message goes to a later pass of the same order, so the
-    stages cannot deadlock.
-
-    Args:
-        roles: the passes of each role, as one mini-batch.
-    """
+    """Make a stage's list of forward-only passes, role after role. The pipeline fills and drains
+    once. Every message goes to a later pass of the same order, so the stages cannot deadlock."""
     (stream,) = candidate_streams("sequential", roles, stages)
     passes = [_pass("forward", roles, entry) for entry in stream.entries]
     return _with_messages(passes, roles, stage, stages)
@@ -154,12 +132,10 @@ def _stage_list(
     simulation: Simulation,
     stage: int,
 ) -> list[Action]:
-    """Make a stage's list of passes and of the parts of optimizer steps, without messages.
-
-    "reduce" follows a mini-batch's last backward pass on the stage. "norm" may wait for all stages,
-    so it is placed at the simulated time at which every stage has finished that pass. "step" is
-    placed directly before the first forward pass that needs the updated weights.
-    """
+    """Make a stage's list of passes and of the parts of optimizer steps, without messages. "reduce"
+    follows a mini-batch's last backward pass on the stage. "norm" may wait for all stages, so it is
+    placed at the simulated time at which every stage has finished that pass. "step" is placed
+    directly before the first forward pass that needs the updated weights."""
     norms = sorted(range(len(steps)), key=lambda k: (simulation.norm_known[k], k))
     untaken = sorted(range(len(steps)), key=lambda k: (steps[k].before, k))
     completed_by = {step.last: step for step in steps}
@@ -224,12 +200,10 @@ def _with_messages(
 
 
 def _with_early_receives(lists: StageLists) -> StageLists:
-    """Post the receives of all messages that are under way at a "norm" directly before it.
-
-    A stage that waits for its device in "norm" waits for its sends as well. Another stage that
-    posts their receives after its own "norm", and first waits for its device, would wait for the
-    "norm" of the first one. A receive never precedes the step that its mini-batch needs.
-    """
+    """Post the receives of all messages that are under way at a "norm" directly before it. A stage
+    that waits for its device in "norm" waits for its sends as well. Another stage that posts their
+    receives after its own "norm", and first waits for its device, would wait for the "norm" of the
+    first one. A receive never precedes the step that its mini-batch needs."""
     lists = [list(actions) for actions in lists]
     number = sum(action.kind == "norm" for action in lists[0])
     for norm in range(number):
@@ -255,5 +229,4 @@ def _with_early_receives(lists: StageLists) -> StageLists:
 
 
 def _position(actions: Sequence[Action], norm: int) -> int:
-    """Index of the "norm" with a number in a stage's list."""
     return [at for at, action in enumerate(actions) if action.kind == "norm"][norm]

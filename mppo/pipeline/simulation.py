@@ -45,24 +45,17 @@ class Simulation:
     in_flight: list[float]
 
     def in_units(self, ticks: int) -> float:
-        """Convert a time to the unit of the costs in ``RoleWork``."""
         return float(ticks / self.costs.ticks_per_unit)
 
     @property
     def makespan(self) -> float:
-        """Duration of the update in the unit of the costs in ``RoleWork``."""
         return self.in_units(self.end)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of a stream.
-
-    Args:
-        last: index of the entry whose backward pass is the mini-batch's last one.
-        before: index of the first entry whose forward pass needs the step; the number of entries
-            if there is none.
-    """
+    """An optimizer step of a stream: index of the entry with the mini-batch's last backward pass,
+    and of the first whose forward pass needs the step (the number of entries if none does)."""
 
     role: int
     mini_batch: int
@@ -89,19 +82,10 @@ def steps_of(stream: Stream) -> list[Step]:
 def stage_order(
     stream: Stream, roles: Sequence[RoleWork], stage: int, stages: int, early: bool = True
 ) -> list[int]:
-    """Order the passes of one stage as 1F1B does: forward passes as early as possible.
-
-    A backward pass precedes a forward pass only if there is no memory for a further micro-batch
+    """Order the passes of one stage as 1F1B does: forward passes as early as possible. A backward
+    pass precedes a forward pass only if there is no memory for a further micro-batch
     (``memory_shares``), or if the forward pass's ``after`` requires it. With ``early``, this is the
-    order of Megatron's 1F1B or interleaved schedule for one role.
-
-    Args:
-        stream: the order in which micro-batches enter the pipeline.
-        early: see ``RoleWork.most_in_flight``.
-
-    Returns:
-        The order, in the form of ``Simulation.orders[stage]``.
-    """
+    order of Megatron's 1F1B or interleaved schedule for one role."""
     shares, whole = memory_shares(roles, stage, stages, early)
     order: list[int] = []
     done = held = 0
@@ -120,22 +104,12 @@ def stage_order(
 def simulate(
     stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]
 ) -> Simulation | None:
-    """Simulate a stream on a pipeline.
-
-    Args:
-        stream: the order in which micro-batches enter the pipeline, from ``candidate_streams``.
-        orders: order of every stage's passes, from ``stage_order`` or ``greedy_orders``.
-
-    Returns:
-        The simulation; None if the stages would wait for each other for ever, which orders of
-        ``stage_order`` do for some roles with different numbers of chunks.
-    """
+    """Simulate a stream on a pipeline; None if the stages would wait for each other for ever, which
+    orders of ``stage_order`` do for some roles with different numbers of chunks."""
     return _Run(stream, roles, orders).result()
 
 
 class _Run:
-    """The state of a simulation: clock and progress of every stage."""
-
     def __init__(self, stream: Stream, roles: Sequence[RoleWork], orders: list[list[int]]) -> None:
         self._entries, self._roles, self.orders = stream.entries, roles, orders
         self._stages = stages = len(orders)

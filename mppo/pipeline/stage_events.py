@@ -22,27 +22,16 @@ def hang_of(
     roles: Sequence[RoleWork],
     host_waits: Literal["stream", "device"] = "stream",
 ) -> str | None:
-    """Find out whether the stages wait for each other for ever, or exchange the wrong messages.
-
-    Sends need their receivers, and all stages wait in "norm" as with tied embeddings.
-
-    Args:
-        host_waits: what the host waits for in every pass: the stream on which it computes, as
-            with experts, whose token counts it reads; or the whole device.
-
-    Returns:
-        A description of the fault; None if there is none.
-    """
+    """Describe how the stages wait for each other for ever, or exchange the wrong messages, or
+    None. Sends need their receivers, and all stages wait in "norm" as with tied embeddings. In
+    every pass the host waits for the stream on which it computes, as with experts, whose token
+    counts it reads; or for the whole device."""
     queues = QUEUES_INTERLEAVED if is_interleaved(roles) else QUEUES
     return find_hang(events_of(lists, roles), Rules(queues=queues, host_waits=host_waits))
 
 
 def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[RankEvent]]:
-    """The events of each stage while it executes its list.
-
-    Args:
-        lists: the lists of all stages, of an update or of forward passes.
-    """
+    """The events of each stage while it executes its list, of an update or of forward passes."""
     chunks = max((role.chunks for role in roles), default=1)
     return [
         _Stage(stage, len(lists), chunks).events(actions) for stage, actions in enumerate(lists)
@@ -50,8 +39,6 @@ def events_of(lists: StageLists, roles: Sequence[RoleWork]) -> list[list[RankEve
 
 
 class _Stage:
-    """The host of one stage."""
-
     def __init__(self, stage: int, stages: int, chunks: int) -> None:
         self._stage, self._stages = stage, stages
         self._events: list[RankEvent] = []

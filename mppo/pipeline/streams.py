@@ -102,10 +102,8 @@ def _rounds(roles: Sequence[RoleWork], order: Sequence[int]) -> Iterator[_Slot]:
 
 def _spread(roles: Sequence[RoleWork], order: Sequence[int], stages: int) -> Iterator[_Slot]:
     """Like ``_rounds``, but roles with fewer mini-batches than others are spread over all rounds.
-
     Their micro-batches (with interleaving: groups of them) are divided evenly, so that they keep
-    the pipeline full in every round.
-    """
+    the pipeline full in every round."""
     rounds = max((len(role.micro_batches) for role in roles), default=0)
     slots = [
         [(i, j) for i, count in enumerate(role.micro_batches) for j in range(count)]
@@ -151,7 +149,6 @@ def _stream(
     after: _After,
     together: bool = True,
 ) -> Stream:
-    """Make the stream in which the micro-batches follow each other in the given order."""
     entries: list[StreamEntry] = []
     backward: list[int] = []
     slots = list(micro_batches)

@@ -22,12 +22,7 @@ Mark = Callable[[], Callable[[], float]]
 @dataclass(frozen=True)
 class Event:
     """The execution of an action on one rank; times in seconds (planned: the simulation's unit).
-
-    Args:
-        start: time at which the rank reached the action.
-        waited: duration of the wait for a message or for other ranks that followed.
-        end: time at which the action was complete.
-    """
+    ``waited`` is the wait for a message or for other ranks that followed its start."""
 
     action: Action
     start: float
@@ -36,11 +31,7 @@ class Event:
 
 
 class Recorder:
-    """Records the actions of this rank, without waiting for its device.
-
-    Args:
-        mark: marks a point of the program; the result returns its time in seconds.
-    """
+    """Records the actions of this rank, without waiting for its device."""
 
     def __init__(self, mark: Mark | None = None) -> None:
         self._mark = StreamTimer().mark if mark is None else mark
@@ -48,7 +39,6 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Record the action that runs in this context."""
         if action.kind not in SHOWN:
             yield
             return
@@ -148,15 +138,8 @@ def chrome_trace(rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
 
 
 def update_trace(schedule: Schedule, rows: Sequence[Sequence[Event]]) -> dict[str, Any]:
-    """Convert a recorded update: the trace of its ranks, which Perfetto shows, and its plan.
-
-    Args:
-        rows: the recorded events of every rank.
-
-    Returns:
-        The trace of ``rows``; its key ``plan`` has the kind of the schedule and the trace of the
-        planned events of every stage.
-    """
+    """Convert a recorded update: the trace of its ranks, which Perfetto shows, and under ``plan``
+    the kind of the schedule and the trace of the planned events of every stage."""
     plan = {"schedule": schedule.kind, **chrome_trace(planned_events(schedule))}
     return {**chrome_trace(rows), "plan": plan}
 

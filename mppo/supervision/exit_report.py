@@ -30,12 +30,9 @@ def say(text: str) -> None:
 
 
 def refuse_recipe(error: Exception, rank: int = 0) -> int:
-    """Report an error in the input, which every rank finds, once.
-
-    The first rank reports it and ends the job. The other ranks wait: if one of them exited first,
-    launchers would kill the first rank before it has reported. They report the error themselves
-    only if the first rank did not find it.
-    """
+    """Report an error in the input, which every rank finds, once. The first rank reports it and
+    ends the job. The others wait, because launchers kill the rest when one exits; they report the
+    error themselves only if the first rank did not find it."""
     if rank:
         time.sleep(FIRST_RANK_REPORTS_S)
     say(str(error))
@@ -44,11 +41,7 @@ def refuse_recipe(error: Exception, rank: int = 0) -> int:
 
 
 def write_reason(reason: str) -> None:
-    """Write the reason for torchrun's report; the first call counts.
-
-    Args:
-        reason: of the exit; without torchrun it is not written.
-    """
+    """Write the reason of the exit for torchrun's report; the first call counts."""
     name = os.environ.get(VARIABLE)
     if not name:
         return

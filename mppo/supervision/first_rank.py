@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(action: Callable[[], T]) -> T:
-    """Run ``action`` on the first rank and return its result on every rank. Collective.
-
-    Raises:
-        ConfigError: on every rank, if the action raises it.
-    """
+    """The result of ``action`` on the first rank, or its ConfigError, on every rank. Collective."""
     result: T | None = None
     issues: tuple[ConfigIssue, ...] = ()
     source = ""

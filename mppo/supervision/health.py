@@ -15,13 +15,8 @@ _LARGEST_GAP = 3
 
 
 class AwakeClock:
-    """A clock that pauses while this process is stopped (SIGSTOP).
-
-    With a plain clock, a continued process would mistake its own pause for the others' silence.
-
-    Args:
-        tick_s: ``now`` is called at least this often while the process runs.
-    """
+    """A clock that pauses while this process is stopped (SIGSTOP); else ``now`` is called every
+    ``tick_s``. A continued process would mistake its own pause for the others' silence."""
 
     def __init__(self, tick_s: float) -> None:
         self._gap_s = _LARGEST_GAP * tick_s
@@ -29,7 +24,6 @@ class AwakeClock:
         self._seconds, self._last = 0.0, time.monotonic()
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
         with self._lock:
             now = time.monotonic()
             self._seconds += min(now - self._last, self._gap_s)
@@ -39,14 +33,7 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat of a rank.
-
-    Args:
-        number: count of this rank's heartbeats.
-        progress: count of phases, micro-batches and tokens (``phase.progress``).
-        last_step: last PPO step that the rank has completed.
-        host, pid: the rank's process.
-    """
+    """One heartbeat of a rank: its number, ``phase.progress``, and the last completed PPO step."""
 
     number: int
     progress: int
@@ -58,12 +45,8 @@ class Beat:
 
 @dataclass
 class HealthMonitor:
-    """Diagnoses the job from the newest heartbeat of each rank.
-
-    Args:
-        silence_s: a rank without a new heartbeat for longer is dead.
-        hang_s: if no rank makes progress for longer, the job hangs.
-    """
+    """Diagnoses the job from the newest heartbeat of each rank: one without a new heartbeat for
+    ``silence_s`` is dead; without progress of any rank for ``hang_s`` the job hangs."""
 
     world_size: int
     silence_s: float
@@ -73,11 +56,7 @@ class HealthMonitor:
     _progress_at: float | None = None
 
     def update(self, beats: Mapping[int, Beat], now: float) -> None:
-        """Store the newest heartbeat of each rank.
-
-        Args:
-            beats: by rank; a rank that has not started yet is absent.
-        """
+        """Store the newest heartbeat of each rank; one that has not started yet is absent."""
         for rank, beat in beats.items():
             before = self._newest.get(rank)
             if before is None or before.number != beat.number:
@@ -97,11 +76,9 @@ class HealthMonitor:
         return None
 
     def silent(self, rank: int, seconds: float) -> str:
-        """Describe a rank whose last heartbeat is ``seconds`` old."""
         return f"no heartbeat for {seconds:.0f} s from {self._describe(rank)}"
 
     def lost(self, rank: int) -> str:
-        """Describe a rank whose connection broke."""
         return f"lost the connection to {self._describe(rank)}"
 
     def _describe(self, rank: int) -> str:

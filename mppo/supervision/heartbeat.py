@@ -64,22 +64,15 @@ class AlreadyReported(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ends the job.
-
-    Args:
-        where: rank, phase and last completed step.
-        reason: type and message of the error.
-    """
+    """An error that ends the job: rank, phase and last step; type and message of the error."""
 
     where: str
     reason: str
 
 
 class CleanupDeadline:
-    """A time limit for a failed rank to stop what it runs and to destroy its process groups.
-
-    It is a context around everything that such a rank has to clean up.
-    """
+    """A time limit for a failed rank to stop what it runs and to destroy its process groups: a
+    context around everything that such a rank has to clean up."""
 
     def __init__(self, limit_s: float = CLEANUP_S) -> None:
         self.limit_s = limit_s
@@ -92,11 +85,7 @@ class CleanupDeadline:
         self._left.set()
 
     def begin(self, on_timeout: Callable[[], None]) -> None:
-        """Start the clock.
-
-        Args:
-            on_timeout: called in a thread if this context is not left within the limit.
-        """
+        """Start the clock; a thread calls ``on_timeout`` if the context is not left in time."""
 
         def wait() -> None:
             if not self._left.wait(self.limit_s):
@@ -108,14 +97,10 @@ class CleanupDeadline:
 class Heartbeat:
     """This rank's heartbeat and its watch over the others.
 
-    Construct collectively, in the default process group; the watch starts at once.
-
-    Args:
-        silence_s: a rank without a heartbeat for longer is dead.
-        hang_s: if no rank makes progress for longer, the job hangs.
-        stacks: folder for the stacks of a job that is ended.
-        cleanup: the deadline that encloses this heartbeat and the process groups.
-        on_failure: prints an error of this rank.
+    Construct collectively, in the default process group; the watch starts at once. A rank without a
+    heartbeat for ``silence_s`` is dead; without progress of any rank for ``hang_s`` the job hangs.
+    ``stacks`` is the folder for the stacks of a job that is ended, ``cleanup`` the deadline that
+    encloses this heartbeat and the process groups; ``on_failure`` prints an error of this rank.
     """
 
     def __init__(
@@ -148,11 +133,7 @@ class Heartbeat:
 
     @contextmanager
     def running(self) -> Iterator[Heartbeat]:
-        """Report a failure inside (``report_failures``); stop the watch after a clean end.
-
-        Raises:
-            AlreadyReported: replaces a failure.
-        """
+        """Report a failure inside (``report_failures``); stop the watch after a clean end."""
         with self.report_failures():
             dist.barrier()  # a rank without a first beat is not watched yet
             yield self
@@ -161,11 +142,8 @@ class Heartbeat:
     @contextmanager
     def report_failures(self) -> Iterator[None]:
         """Publish a failure inside at once, before any enclosing context cleans up. May be nested.
-
-        Raises:
-            AlreadyReported: replaces the failure. A ``ConfigError`` is raised unchanged: every rank
-                raises the same one, and the first rank prints it.
-        """
+        AlreadyReported replaces it. A ``ConfigError`` is raised unchanged: every rank raises the
+        same one, and the first rank prints it."""
         try:
             yield
         except AlreadyReported:
@@ -195,10 +173,8 @@ class Heartbeat:
 
     def _report(self, error: BaseException) -> None:
         """Publish an error to the other ranks; print it unless another rank gave the same reason.
-
         An error that only reflects another rank's exit is not published before the watch had time
-        to learn which rank it was: the watch then ends this process with that rank's reason.
-        """
+        to learn which rank it was: the watch then ends this process with that rank's reason."""
         if is_consequence(error):
             self._thread.join(self._monitor.silence_s + 5)
         self._begin_cleanup()
@@ -236,10 +212,8 @@ class Heartbeat:
         self._exit(self._monitor.silent(0, seconds))
 
     def _await_others(self) -> None:
-        """Wait until every rank has failed too, or has had time to read the failure and exit.
-
-        The first rank's store and every rank's connections must not close earlier.
-        """
+        """Wait until every rank has failed too, or has had time to read the failure and exit. The
+        first rank's store and every rank's connections must not close earlier."""
         beats = _LINGER_BEATS + _SAME_FAILURE_BEATS
         deadline = time.monotonic() + beats * self._interval_s
         with suppress(dist.DistError):  # the first rank has exited: no rank waits any more
@@ -282,7 +256,6 @@ class Heartbeat:
         self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
 
     def _forward_stop(self) -> None:
-        """Forward a stop request to all ranks, whichever rank got the signal."""
         if self._stop_forwarded:
             return
         if stop_request.is_requested():
@@ -292,7 +265,6 @@ class Heartbeat:
         self._stop_forwarded = stop_request.is_requested()
 
     def _watch(self) -> str | None:
-        """Return why this rank must end; None if the job is healthy."""
         self._forward_stop()
         if stop_request.overdue() and SAVING not in phase.current():
             self._diagnosed_here = True
@@ -328,11 +300,9 @@ class Heartbeat:
         return why
 
     def _exit(self, why: str) -> None:
-        """Write the stacks, print the reason, end the process.
-
-        The first rank prints for the job; if the first rank has exited, one rank of each node does.
-        The rank that failed has already printed the reason of a failure.
-        """
+        """Write the stacks, print the reason, end the process. The first rank prints for the job;
+        if the first rank has exited, one rank of each node does. The rank that failed has already
+        printed the reason of a failure."""
         self._exit_lock.acquire()  # never released: a second thread blocks until the process ends
         if self._unreported is not None:
             self._on_failure(self._unreported)
@@ -362,11 +332,9 @@ class Heartbeat:
 
 @contextmanager
 def no_early_success() -> Iterator[None]:
-    """Inside, ``os._exit(0)`` in this process prints an error and exits with code 1.
-
-    Other code (a model's Python files, a library) that calls it ends a rank silently. Processes
-    forked from this one are not affected.
-    """
+    """Inside, ``os._exit(0)`` in this process prints an error and exits with code 1. Other code (a
+    model's Python files, a library) that calls it ends a rank silently. Processes forked from this
+    one are not affected."""
     exit_now, owner = os._exit, os.getpid()
 
     def exit_with_error(code: int) -> NoReturn:

@@ -36,7 +36,6 @@ def begin() -> None:
 
 
 def current() -> str:
-    """Return the phase this rank is in, or the one it failed in."""
     return " > ".join(_failed_in or _stack) or "start"
 
 
@@ -46,15 +45,12 @@ def tick() -> None:
 
 
 def progress() -> int:
-    """Return the number of ticks."""
     return _counts["progress"]
 
 
 def step_done(step: int) -> None:
-    """Record the last completed PPO step."""
     _counts["last_step"] = step
 
 
 def last_step() -> int:
-    """Return the last completed PPO step, 0 before the first."""
     return _counts["last_step"]

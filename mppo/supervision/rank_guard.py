@@ -53,14 +53,9 @@ _STOPPED = (["T"], ["t"])
 
 
 class RankGuard:
-    """The rank's end of the guard.
-
-    Start it as early as possible: until then only the other ranks' guards watch this rank.
-
-    Args:
-        info: this process's place. A program without a launcher has no guard: nobody waits for it,
-            and Ctrl-Z may stop it for as long as the user likes.
-    """
+    """The rank's end of the guard. Start it as early as possible: until then only the other ranks'
+    guards watch this rank. A program without a launcher has no guard: nobody waits for it, and
+    Ctrl-Z may stop it for as long as the user likes."""
 
     def __init__(self, info: LaunchInfo) -> None:
         self._pipe: int | None = None
@@ -82,11 +77,7 @@ class RankGuard:
         os.close(reader)
 
     def set_limit(self, silence_s: float) -> None:
-        """Set the longest stop.
-
-        Args:
-            silence_s: seconds after which the heartbeat counts a rank as dead.
-        """
+        """Set the longest stop from the seconds after which the heartbeat counts a rank as dead."""
         self._tell(f"{silence_s + AFTER_HEARTBEAT_S}")
 
     def watch_other_nodes(self) -> None:
@@ -105,8 +96,7 @@ class RankGuard:
             watch.start()
 
     def met(self) -> None:
-        """Tell the guard that all ranks have met: from here on they notice by themselves if this
-        one ends."""
+        """Tell the guard that all ranks have met: they notice by themselves if this one ends."""
         self._tell(_MET)
 
     def _tell(self, word: str) -> None:
@@ -116,22 +106,15 @@ class RankGuard:
 
 
 def start_guarded() -> tuple[LaunchInfo, RankGuard]:
-    """Begin a program that a launcher may have started on many ranks.
-
-    Raises:
-        ValueError: the launcher's variables are wrong.
-    """
+    """Begin a program that a launcher may have started on many ranks; ValueError if the launcher's
+    variables are wrong."""
     quiet_libraries()
     info = discover()
     return info, RankGuard(info)
 
 
 def main(arguments: list[str]) -> int:
-    """Guard a rank until it ends.
-
-    Args:
-        arguments: process ids of the rank and of its launcher, and the rank's name.
-    """
+    """Guard a rank until it ends: process ids of the rank and of its launcher, the rank's name."""
     rank, launcher, name = int(arguments[0]), int(arguments[1]), arguments[2]
     command = _read(Path(f"/proc/{rank}/cmdline"))
     limit_s, clock, stopped_since = STARTING_S, AwakeClock(_POLL_S), dict[int, float]()
@@ -158,10 +141,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _report_lost() -> None:
-    """Count this guard's rank as lost, for the ranks of other nodes.
-
-    A torchrun that restarts its ranks makes those of the other nodes do so too.
-    """
+    """Count this guard's rank as lost, for the ranks of other nodes. A torchrun that restarts its
+    ranks makes those of the other nodes do so too."""
     environ = os.environ
     if not is_over_nodes(environ):
         return
@@ -216,7 +197,6 @@ def _is_stopped(process: int) -> bool:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text; nothing if the process has ended or belongs to another user."""
     with suppress(OSError):
         return path.read_text(errors="replace")
     return ""

@@ -19,23 +19,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_guard() -> None:
-    """Make the kernel kill this process when its parent dies.
-
-    Linux only; elsewhere the guard kills the group when it ends regularly.
-    """
+    """Make the kernel kill this process when its parent dies. Linux only; elsewhere the guard kills
+    the group when it ends regularly."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or the parent has ended.
-
-    Args:
-        arguments: parent's process id, then the command.
-
-    Returns:
-        The command's exit code, or 1 if it is 0: a server should not end.
-    """
+    """Run the command until it ends or the parent (first argument: its process id) has ended;
+    return its exit code, or 1 if that is 0: a server should not end."""
     parent, command = int(arguments[0]), arguments[1:]
     if os.getpid() != os.getsid(0):
         os.setsid()

@@ -39,11 +39,7 @@ _REPORT_BEFORE_KILL_S = 2.0
 
 
 class StepInterrupted(Exception):
-    """All ranks interrupt the PPO step.
-
-    Args:
-        half_done: whether optimizers have already taken some of the step's updates.
-    """
+    """All ranks interrupt the PPO step; ``half_done``: it has already taken some updates."""
 
     def __init__(self, half_done: bool = False) -> None:
         self.half_done = half_done
@@ -52,8 +48,6 @@ class StepInterrupted(Exception):
 
 @dataclass
 class _Stop:
-    """State of the request; times are in seconds of the monotonic clock."""
-
     requested_at: float | None = None
     within_s: float = math.inf
     patience_s: float = PATIENCE_S
@@ -84,22 +78,16 @@ def on_request(callback: Callable[[], None] | None) -> None:
 
 
 def patience_s() -> float:
-    """Seconds after a request until the launcher kills the process."""
     return _stop.patience_s
 
 
 def is_requested() -> bool:
-    """Whether this rank has received a request."""
     return _stop.requested_at is not None
 
 
 def reset(within_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
-    """Clear a request, and set the limits for the next one.
-
-    Args:
-        within_s: seconds after a request within which the step may still end; None: no limit.
-        patience_s: seconds after a request until the launcher kills this process.
-    """
+    """Clear a request, and set for the next one the seconds within which the step may still end
+    (None: no limit), and those until the launcher kills this process."""
     global _stop
     _stop = _Stop(within_s=math.inf if within_s is None else within_s, patience_s=patience_s)
 
@@ -129,34 +117,19 @@ def overdue() -> bool:
 
 
 def raise_if_due() -> None:
-    """Raise if this rank should stop. All ranks must then reach a ``sync``.
-
-    Raises:
-        StepInterrupted: the step would outlast the limit.
-    """
+    """Raise StepInterrupted if the step would outlast the limit; all ranks must then ``sync``."""
     if due():
         raise StepInterrupted
 
 
 def sync() -> None:
-    """Interrupt the step on every rank if any rank should stop. Collective.
-
-    Raises:
-        StepInterrupted: on every rank.
-    """
+    """Raise StepInterrupted on every rank if any rank should stop. Collective."""
     _raise_if_any(due())
 
 
 def sync_between_updates(done: int, of: int, began: float) -> None:
-    """Interrupt the step between updates, only if the rest cannot end in time. Collective.
-
-    Args:
-        done, of: number of updates taken and of all updates.
-        began: when the first update began (monotonic clock, s).
-
-    Raises:
-        StepInterrupted: on every rank.
-    """
+    """Raise StepInterrupted on every rank between updates, only if the rest cannot end in time;
+    ``began`` is when the first update began (monotonic clock, s). Collective."""
     _raise_if_any(late_between_updates(done, of, began), half_done=True)
 
 
@@ -214,14 +187,8 @@ def _exit(number: int, when: str) -> NoReturn:
 def listening(
     within_s: float | None = None, patience_s: float = PATIENCE_S
 ) -> Iterator[StopRequest]:
-    """Handle stop signals inside; restore the earlier handlers on leaving.
-
-    Call from the main thread.
-
-    Args:
-        within_s: ``trainer.stop_within_s``.
-        patience_s: seconds from the launcher's signal until it kills the process.
-    """
+    """Handle stop signals inside; restore the earlier handlers on leaving. Call from the main
+    thread. Limits are those of ``reset``."""
     stop = StopRequest()
     reset(within_s, patience_s)
     reader, writer = socket.socketpair()

@@ -50,14 +50,12 @@ class HeldLines(logging.Filter):
         return True
 
     def release(self) -> None:
-        """Log the lines that were held."""
         held, self._held, self._releases = self._held, [], True
         for record in held:
             logging.getLogger(record.name).handle(record)
         self._releases = False
 
     def drop(self) -> None:
-        """Forget the lines that were held."""
         self._held = []
 
 
@@ -74,10 +72,7 @@ def is_told(error: BaseException) -> bool:
 
 def install() -> Any:
     """Leave out reports on users' faults in this torchrun: torch calls it for the entry point.
-
-    Returns:
-        A maker of rendezvous, which refuses.
-    """
+    Returns a maker of rendezvous, which refuses."""
     held, report = HeldLines(), sys.excepthook
 
     def shortened(

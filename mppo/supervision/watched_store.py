@@ -23,15 +23,9 @@ from mppo.supervision.health import AwakeClock
 
 
 class WatchedStore:
-    """A ``TCPStore`` that the first rank hosts.
-
-    Construct collectively, in the default process group.
-
-    Args:
-        interval_s: seconds between two checks of the watch.
-        silence_s: longest time that a call may wait for its answer.
-        on_silence: called once, in the watch's thread, with the seconds a call has waited.
-    """
+    """A ``TCPStore`` that the first rank hosts. Construct collectively, in the default process
+    group. If a call waits longer than ``silence_s`` for its answer, ``on_silence`` is called once,
+    in the watch's thread, with the seconds it has waited."""
 
     def __init__(
         self,
@@ -58,7 +52,6 @@ class WatchedStore:
         return call
 
     def close(self) -> None:
-        """End the watch."""
         self._closed.set()
 
     @contextmanager
@@ -99,9 +92,7 @@ class WatchedStore:
 
 def _listen(address: str) -> socket.socket:
     """Listen on the interface of ``address``; on all interfaces if the address is not this host's.
-
-    Behind network address translation the rendezvous address belongs to another machine.
-    """
+    Behind network address translation the rendezvous address belongs to another machine."""
     for host in (address, ""):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)

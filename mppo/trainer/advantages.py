@@ -62,12 +62,10 @@ from mppo.safety.input_error import InputError
 
 
 def needs_greedy_baseline(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator needs the score of a greedy response to each prompt (remax)."""
     return algorithm.adv_estimator == "remax"
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """Build the recipe's controller."""
     return KLController(config.type, config.kl_coef, config.target_kl, config.horizon)
 
 
@@ -80,10 +78,7 @@ def reward_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def current_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> float:
-    """KL for the KL controller: mean over sequences of the mean over tokens (verl), in nats.
-
-    Collective.
-    """
+    """KL for the KL controller: mean over sequences of the mean over tokens (nats). Collective."""
     batch = outputs.batch
     kl_T = reward_kl(outputs, algorithm)
     kl_H = sequence_mean(kl_T, batch.response_mask_T, batch.cu_seqlens)
@@ -94,20 +89,10 @@ def current_kl(outputs: Outputs, algorithm: AlgorithmConfig) -> float:
 def normalize_scores(
     batch: Batch, baseline_B: Tensor, algorithm: AlgorithmConfig, reward_stats: RewardStats
 ) -> tuple[Batch, Tensor]:
-    """Normalise scores and baseline scores by ``algorithm.normalize_scores``.
-
-    Token rewards, which are parts of the scores, are divided by the deviation; the mean is
-    subtracted from the outcome reward.
-
-    Args:
-        batch: with raw scores.
-        baseline_B: float32 ``[B]``, scores of greedy responses; or empty.
-        algorithm: the mode, and mean and deviation of the mode ``given``.
-        reward_stats: moments of the run's scores up to and including this batch.
-
-    Returns:
-        The batch and the baseline with scores on the same scale; both unchanged if the mode is off.
-    """
+    """Normalise scores and baseline scores by ``algorithm.normalize_scores``. Token rewards, which
+    are parts of the scores, are divided by the deviation; the mean is subtracted from the outcome
+    reward. ``baseline_B`` has the scores of greedy responses, float32 ``[B]``, or is empty.
+    ``reward_stats`` are of the run's scores up to and including this batch."""
     if algorithm.normalize_scores.mode == "off":
         return batch, baseline_B
     scale = _score_scale(batch, algorithm.normalize_scores, reward_stats)
@@ -123,7 +108,6 @@ def normalize_scores(
 def _score_scale(
     batch: Batch, config: ScoreNormalizationConfig, reward_stats: RewardStats
 ) -> ScoreScale:
-    """The scale of each sequence's score: that of its episode."""
     episodes = batch.episodes
     scores_E = batch.scores_B[episodes.last_E]
     if config.mode == "given":
@@ -145,16 +129,12 @@ def estimate(
     """Compute rewards, advantages, returns and loss weights of the sequences held. Collective.
 
     Args:
-        algorithm: estimator, whitening, KL in the reward, rollout correction.
         kl_coef: the controller's current coefficient of the KL in the reward.
         baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
-            the scale of the batch's scores; needed for ``remax``.
+            the scale of the batch's scores; ``remax`` raises InputError without it.
 
     Returns:
         Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
-
-    Raises:
-        InputError: ``remax`` without ``baseline_scores_B``.
     """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
@@ -197,11 +177,8 @@ def _token_totals(batch: Batch) -> Tensor:
 
 
 def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
-    """Sum of the tokens' rewards in the earlier sequences of each episode: ``[E]``. Collective.
-
-    The reward of an episode is its score, which every sequence has, and the rewards of the tokens
-    of all its sequences.
-    """
+    """Sum of the tokens' rewards in the earlier sequences of each episode: ``[E]``. Collective. The
+    reward of an episode is its score and the rewards of the tokens of all its sequences."""
     episodes = batch.episodes
     if not episodes.has_branches:
         return torch.zeros(len(episodes.last_E))
@@ -211,7 +188,6 @@ def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
 
 
 def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    """Whiten advantages over the batch or over each prompt's group."""
     mask_T, cu_seqlens, unbiased = (
         batch.response_mask_T,
         batch.cu_seqlens,
@@ -245,12 +221,6 @@ def _advantages(
     earlier_E: Tensor,
     baseline_scores_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute unwhitened advantages and returns by the recipe's estimator.
-
-    Args:
-        rewards_T: float32 ``[T]``.
-        earlier_E: see ``_rewards_of_earlier``.
-    """
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if algorithm.whiten_rewards:
@@ -310,10 +280,8 @@ def _outcome_advantages(
 def _token_baseline(
     outputs: Outputs, algorithm: AlgorithmConfig, rewards_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advantages by a baseline for each position. Collective.
-
-    Positions of ``tir_optimal_token_baseline`` count the tokens that the policy generated.
-    """
+    """Advantages by a baseline for each position; those of ``tir_optimal_token_baseline`` count the
+    tokens that the policy generated. Collective."""
     batch, correction = outputs.batch, algorithm.rollout_correction
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     starts_H = cu_seqlens[:-1]
@@ -337,11 +305,8 @@ def _token_baseline(
 def _gae_advantages(
     outputs: Outputs, algorithm: AlgorithmConfig, rewards_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE; with ``lam_value`` the value's target uses a lambda of its own.
-
-    ``segment_credit`` reduces the policy's advantages only: a sequence's values predict its own
-    reward.
-    """
+    """GAE; with ``lam_value`` the value's target uses a lambda of its own. ``segment_credit``
+    reduces the policy's advantages only: a sequence's values predict its own reward."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.value_mask_T, batch.cu_seqlens
     values_T = torch.where(mask_T > 0, outputs.values_T, 0.0)
@@ -371,15 +336,8 @@ def _gae_advantages(
 
 
 def value_states(batch: Sequences, gae_unit: str) -> Tensor:
-    """1 on the tokens before which the critic's value is a state's value.
-
-    Args:
-        gae_unit: ``token``: all response tokens and end slots; ``turn``: the first of each turn,
-            and end slots.
-
-    Returns:
-        float32 ``[T]``.
-    """
+    """1 on the tokens before which the critic's value is a state's value, float32 ``[T]``: all
+    response tokens (``gae_unit`` ``token``) or the first of each turn (``turn``), and end slots."""
     if gae_unit == "token":
         return batch.value_mask_T
     return turn_starts(batch.response_mask_T, batch.cu_seqlens) + batch.end_mask_T
@@ -388,13 +346,8 @@ def value_states(batch: Sequences, gae_unit: str) -> Tensor:
 def bounded_importance(
     log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, correction: RolloutCorrectionConfig
 ) -> Tensor:
-    """Importance weights by ``rollout_is``, within its bounds: float32 ``[T]``, 0 off the mask.
-
-    Args:
-        log_ratio_T: log-probabilities of the policy minus the engine's, float32 ``[T]``.
-        mask_T: float32 ``[T]``.
-        cu_seqlens: int64 ``[B + 1]``.
-    """
+    """Importance weights by ``rollout_is``, within its bounds, float32 ``[T]``, 0 off the mask,
+    from log-probabilities of the policy minus the engine's."""
     upper, lower = correction.rollout_is_threshold, correction.rollout_is_lower
     weight_T = importance_weights(log_ratio_T, mask_T, cu_seqlens, correction.rollout_is)
     if correction.rollout_is_mode == "truncate":
@@ -406,13 +359,8 @@ def bounded_importance(
 
 
 def correction_weights(outputs: Outputs, correction: RolloutCorrectionConfig) -> Tensor:
-    """Compute ``loss_weight_T``: response mask times importance weights, 0 on rejected tokens.
-
-    With ``bypass_mode`` the policy loss itself weighs, by the current policy's ratio.
-
-    Returns:
-        float32 ``[T]``.
-    """
+    """Compute ``loss_weight_T``, float32: response mask times importance weights, 0 on rejected
+    tokens. With ``bypass_mode`` the policy loss itself weighs, by the current policy's ratio."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     log_ratio_T = outputs.logprobs_T - batch.rollout_logprobs_T

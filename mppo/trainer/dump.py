@@ -45,14 +45,8 @@ _LEFT_OUT = ("old.ref_hidden_T",)
 
 
 def write_shares(folder: Path, experience: Experience, leave_out: Collection[str] = ()) -> None:
-    """Write an experience, each rank the sequences it holds. Collective.
-
-    Args:
-        folder: an existing one is renamed.
-
-    Raises:
-        RuntimeError: on every rank, if one of them cannot write.
-    """
+    """Write an experience into ``folder`` (an existing one is renamed), each rank the sequences it
+    holds; RuntimeError on every rank if one cannot. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def prepare() -> None:
@@ -77,13 +71,8 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
 def dump_step(
     run: Run, step: int, rollout: Rollout, outputs: Outputs, experience: Experience
 ) -> None:
-    """Write the dump of a step. Collective.
-
-    Args:
-        rollout: the responses with their raw scores.
-        outputs: the models' outputs before the update.
-        experience: made of ``outputs``, before PF-PPO's resampling.
-    """
+    """Write the dump of a step: responses with raw scores, the models' outputs before the update,
+    and the experience before PF-PPO's resampling. Collective."""
     folder, rank = step_folder(run.reporter.run_dir, step), dist.get_rank()
     if rank == 0:
         remove_stale([folder])
@@ -133,16 +122,9 @@ def replay_folders(replay: str) -> list[Path]:
 
 
 def replay_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
-    """Read the responses and scores of a dumped step instead of generating them. Collective.
-
-    Step s trains on the s-th dump, and begins again with the first after the last.
-
-    Returns:
-        The responses with their scores, shared out, and the metrics of scoring.
-
-    Raises:
-        InputError: the dump is damaged, or does not suit the recipe.
-    """
+    """Read the responses and scores of a dumped step instead of generating them. Collective. Step s
+    trains on the s-th dump, and begins again with the first after the last. Returns the responses,
+    shared out, and metrics of scoring. InputError: the dump is damaged or not the recipe's."""
     replayed = str(run.recipe.trainer.replay)
     folders = replay_folders(replayed)
     if not folders:
@@ -237,7 +219,6 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
 
 
 def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[Episode]:
-    """The episodes of a dump's sequences; those of an episode follow each other."""
     found: dict[int, list[Episode]] = {}
     for number, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
         found.setdefault(number if row.episode is None else row.episode, []).append(sequence)
@@ -248,7 +229,6 @@ def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[E
 
 
 def _score(row: SequenceRow, token_rewards: Sequence[float]) -> ResponseScore:
-    """What scoring found of a response of a dump."""
     return ResponseScore(
         row.score,
         row.numbers,

@@ -54,11 +54,7 @@ def needs_no_traceback(error: BaseException) -> bool:
 
 
 def advice(phase: str, recipe: Recipe) -> list[str]:
-    """Recipe keys that reduce the memory of a phase, with their current values.
-
-    Args:
-        phase: ``mppo.supervision.phase.current()`` of the rank that failed.
-    """
+    """Recipe keys that reduce the memory of a phase, with their current values."""
     for marker, keys in _keys_by_phase(phase).items():
         if marker in phase:
             return [f"{key} (now {_value(recipe, key)}): {how}" for key, how in keys]
@@ -132,11 +128,8 @@ def out_of_memory_message(phase: str, recipe: Recipe) -> str:
 
 
 def exit_code(error: BaseException, info: LaunchInfo, recipe: Recipe) -> int:
-    """Report the error that ends a program, unless the heartbeat has.
-
-    Returns:
-        2 for a fault of the user's, 130 if the program was interrupted, else 1.
-    """
+    """Report the error that ends a program, unless the heartbeat has; return 2 for a fault of the
+    user's, 130 if the program was interrupted, else 1."""
     if isinstance(error, ConfigError):
         return exit_report.refuse_recipe(error, info.rank)
     if isinstance(error, KeyboardInterrupt):

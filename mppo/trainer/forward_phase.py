@@ -34,15 +34,10 @@ def _what(name: str) -> str:
 
 
 class ForwardPhase:
-    """Forward passes of reference, actor and critic over a batch.
-
-    They run through one pipeline if the layouts allow it, otherwise one role at a time. The actor
-    is left out where the recipe takes the engine's log-probabilities instead.
-
-    Attributes:
-        passes: the roles that compute, those of one stream together; the reference comes before
-            the actor, whose pass may read its hidden states.
-    """
+    """Forward passes of reference, actor and critic over a batch. They run through one pipeline if
+    the layouts allow it, otherwise one role at a time. The actor is left out where the recipe takes
+    the engine's log-probabilities instead. In ``passes`` the reference comes before the actor,
+    whose pass may read its hidden states."""
 
     def __init__(self, roles: Roles, batch: Batch) -> None:
         self._roles, self._batch = roles, batch
@@ -53,10 +48,8 @@ class ForwardPhase:
         self._ref_hidden_T: Tensor | None = None
 
     def compute(self, roles: Sequence[Role]) -> None:
-        """The forward passes of some ``passes``; collective.
-
-        Roles of one stream have taken time in proportion to their parameters and micro-batches.
-        """
+        """The forward passes of some ``passes``, collective; roles of one stream have taken time in
+        proportion to their parameters and micro-batches."""
         names, start = [role.name for role in roles], time.perf_counter()
         shares = [1.0]
         if len(roles) == 1:
@@ -72,11 +65,9 @@ class ForwardPhase:
             self._roles.seconds[TIMED_AS[name]] = seconds * share
 
     def _enter(self, role: str) -> None:
-        """Bring the weights of the role, and of those in its stream, to the device."""
         self._roles.placement.enter(phase_of_role(self._roles.recipe, "forward", role))
 
     def _stream(self, roles: Sequence[Role]) -> list[float]:
-        """Forward passes through one pipeline; each role's share of the work."""
         links = Links(role.groups for role in roles)
         phase_names = {role.name: _what(role.name) for role in roles}
         work: dict[str, StreamedForward] = {}
@@ -141,10 +132,8 @@ class ForwardPhase:
 
 
 def _ranges(role: Role, plan: MicroBatchPlan, large: bool) -> list[MicroBatchPlan]:
-    """Divide a pass into ranges if its inputs or results are large, or the engine's choices are.
-
-    A pass whose routers record their choices is one range: the record is of one pass.
-    """
+    """Divide a pass into ranges if its inputs or results are large, or the engine's choices are. A
+    pass whose routers record their choices is one range: the record is of one pass."""
     routing, layout = role.routing, role.layout
     if routing is not None:
         large = (large or routing.replays_engine) and not routing.records

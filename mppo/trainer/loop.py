@@ -106,11 +106,8 @@ def profiled(run: Run, step: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[None]:
-    """Save a checkpoint if scoring fails inside: the run ends and can be resumed.
-
-    Args:
-        metrics: of the step, if it is done; None: the checkpoint is of the step before.
-    """
+    """Save a checkpoint if scoring fails inside: the run ends and can be resumed. ``metrics`` are
+    of the step, if it is done; None: the checkpoint is of the step before."""
     try:
         yield
     except ScoringError:
@@ -122,15 +119,9 @@ def rescuing(run: Run, step: int, metrics: Metrics | None = None) -> Iterator[No
 
 
 def iterate(run: Run, step: int) -> dict[str, float]:
-    """Run one iteration and return its metrics.
-
-    At every ``stop_request.sync`` all ranks interrupt the step if a stop is due. The rollout engine
-    contains one more, while it waits for responses.
-
-    Raises:
-        StepInterrupted: on every rank.
-        ScoringError: a response could not be scored.
-    """
+    """Run one iteration and return its metrics. At every ``stop_request.sync`` all ranks interrupt
+    the step if a stop is due (StepInterrupted); the rollout engine contains one more, while it
+    waits for responses. ScoringError: a response could not be scored."""
     recipe, algorithm = run.recipe, run.recipe.algorithm
     rollout, sampling_metrics = collect_rollout(run, step)
     run.callbacks.on_batch(rollout.batch)
@@ -191,11 +182,8 @@ def collect_rollout(run: Run, step: int) -> tuple[Rollout, dict[str, float]]:
 
 @contextmanager
 def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Iterator[None]:
-    """Save batch and models of a non-finite step for ``mppo-replay``.
-
-    Raises:
-        RuntimeError: replaces ``NonFiniteStep``, with the folder.
-    """
+    """Save batch and models of a non-finite step for ``mppo-replay``; a RuntimeError with the
+    folder replaces ``NonFiniteStep``."""
     try:
         yield
     except NonFiniteStep as error:
@@ -208,7 +196,6 @@ def keeping_nonfinite_step(run: Run, experience: Experience, step: int) -> Itera
 
 
 def run_metrics(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Times, sizes and counters of a step."""
     roles, optimizer = run.roles, run.roles.exported.optimizer
     assert optimizer is not None, "it learns"
     metrics = performance_metrics(batch, step, run.seconds, roles.seconds)
@@ -238,10 +225,8 @@ def sync_weights(run: Run, version: int) -> None:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Score responses to the validation prompts; metrics overall and by data source.
-
-    A replay has no engine, and so no validation.
-    """
+    """Score responses to the validation prompts; metrics overall and by data source. A replay has
+    no engine, and so no validation."""
     if not len(run.validation) or run.recipe.trainer.replay is not None:
         return {}
     folder = run.recipe.trainer.validation_data_dir

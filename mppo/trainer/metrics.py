@@ -45,13 +45,8 @@ _ALL_RANKS, _HIGHEST = 32, 8
 def batch_metrics(
     scored: Batch, outputs: Outputs, experience: Experience, step: int, recipe: Recipe
 ) -> dict[str, float]:
-    """All metrics of a step's data before the update; a dump has what they need. Collective.
-
-    Arguments as of :class:`StepData`.
-
-    Raises:
-        InputError: a plugin's metric is no number, or has the name of another.
-    """
+    """All metrics of a step's data before the update; a dump has what they need. InputError: a
+    plugin's metric is no number, or has the name of another. Collective."""
     data = StepData(scored, outputs, experience, step, recipe)
     metrics: dict[str, float] = {}
     for name, compute in register.metric.items():
@@ -62,11 +57,8 @@ def batch_metrics(
 
 
 def plugin_number(name: str, found: Any, metrics: Mapping[str, float]) -> float:
-    """The value of a plugin's metric: a number, or a tensor of one.
-
-    Raises:
-        InputError: it is something else, or ``metrics`` has one of its name.
-    """
+    """The value of a plugin's metric, a number or a tensor of one; InputError if it is something
+    else, or ``metrics`` has one of its name."""
     if name in metrics:
         raise InputError(f"mppo, too, has the metric {name!r}; register yours by another name")
     try:
@@ -78,14 +70,8 @@ def plugin_number(name: str, found: Any, metrics: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class StepData:
-    """What the metrics of a step are computed from.
-
-    Tensors ``[B]`` are of all sequences of the batch, those ``[T]`` of the sequences that this rank
-    holds (``mppo.batch.batch``); ``gather_of`` brings numbers of one per sequence together.
-
-    Args:
-        experience: what is trained on.
-    """
+    """What the metrics of a step are computed from. Tensors ``[B]`` are of all sequences, those
+    ``[T]`` of the sequences held here; ``gather_of`` brings numbers per sequence together."""
 
     scored: Batch
     outputs: Outputs
@@ -100,7 +86,7 @@ and the first rank logs its value."""
 
 
 def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values, lengths, mismatch and objective.
+    """Scores, rewards, advantages, returns, values, lengths, mismatch and objective. Collective.
 
     ``critic/score/*`` are over episodes, ``critic/rewards/*`` over sequences (a sequence's reward
     is the sum of its tokens'), ``critic/advantages|returns|values/*`` over response tokens.
@@ -109,17 +95,8 @@ def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[
     tokens share; absent if all returns are equal.
     ``objective/kl`` and ``objective/entropy`` are sums over a response's tokens of
     ``log pi - log pi_ref`` and ``-log pi``, averaged over episodes; ``objective/rlhf_reward`` is
-    ``objective/scores + objective/non_score_reward``.
-
-    Collective.
-
-    Args:
-        experience: of the sequences held.
-        gae_unit: with ``turn``, returns and values are those of the first tokens of turns.
-
-    Returns:
-        Metrics by name, the same on every rank; all finite, even for a batch without response
-        tokens.
+    ``objective/scores + objective/non_score_reward``. With ``gae_unit`` ``turn``, returns and
+    values are those of the first tokens of turns. All are finite, even without response tokens.
     """
     outputs = experience.old
     batch, episodes = outputs.batch, outputs.batch.episodes
@@ -190,12 +167,8 @@ def _statistics(experience: Experience, gae_unit: str) -> dict[str, Tensor]:
 
 
 def _explained(errors_B: Tensor, returns_B: Tensor, episodes: EpisodeIndex) -> dict[str, float]:
-    """Explained variance with equal weights of tokens, and of episodes; {} where it is undefined.
-
-    Args:
-        errors_B: float64 ``[B, 5]``, moments of each sequence's ``returns - values``.
-        returns_B: float64 ``[B, 5]``, of its returns.
-    """
+    """Explained variance with equal weights of tokens, and of episodes, from moments ``[B, 5]``; {}
+    where it is undefined."""
     tokens_E = episodes.sum(returns_B[:, 0])
     weights: dict[str, Tensor | None] = {
         "critic/vf_explained_var": None,
@@ -211,15 +184,9 @@ def _explained(errors_B: Tensor, returns_B: Tensor, episodes: EpisodeIndex) -> d
 
 
 def explained_variance(errors: Moments, returns: Moments) -> float | None:
-    """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl).
-
-    Args:
-        errors: moments of ``returns - values``.
-
-    Returns:
-        None where it is undefined: there are fewer than two returns, or all are equal but for
-        rounding (returns are computed as advantages plus values, in float32).
-    """
+    """``1 - var(returns - values) / (var(returns) + 1e-5)`` over the masked tokens (verl). None
+    where it is undefined: there are fewer than two returns, or all are equal but for rounding
+    (returns are computed as advantages plus values, in float32)."""
     largest = max(abs(x) for each in (returns, errors) for x in (each.max, each.min))
     if returns.count < 2 or returns.max - returns.min <= _ROUNDING * largest:
         return None
@@ -227,7 +194,6 @@ def explained_variance(errors: Moments, returns: Moments) -> float | None:
 
 
 def _moment_metrics(name: str, moments: Moments) -> dict[str, float]:
-    """See ``_mean_max_min``."""
     largest, smallest = (moments.max, moments.min) if moments.count else (0.0, 0.0)
     return {f"{name}/mean": moments.mean, f"{name}/max": largest, f"{name}/min": smallest}
 
@@ -248,10 +214,7 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
 
 
 def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
-    """``critic/calibration/*``: see ``calibration_metrics``; of the states that have a value.
-
-    Collective.
-    """
+    """``critic/calibration/*`` of the states that have a value. Collective."""
     old, batch = experience.old, experience.old.batch
     states_T = value_states(batch, gae_unit) * batch.response_mask_T
     moments_H = sequence_moments(old.values_T, states_T, batch.cu_seqlens)
@@ -260,14 +223,8 @@ def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
 
 
 def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[str, float]:
-    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old in a step.
-
-    Only of a batch with tokens of several ages, and absent for an age whose returns are all equal.
-    Collective.
-
-    Args:
-        experience: of the sequences held.
-    """
+    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old. Collective. Only
+    of a batch with tokens of several ages, and absent for an age whose returns are all equal."""
     if not recipe.algorithm.uses_critic:
         return {}
     old, returns_T, bound = experience.old, experience.returns_T, recipe.rollout.max_staleness
@@ -279,10 +236,8 @@ def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[
 
 
 def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
-    """Gap between engine and actor over response tokens: log-probabilities and weight versions.
-
-    The gap of log-probabilities is reported only if the actor computed them. Collective.
-    """
+    """Gap between engine and actor over response tokens: log-probabilities, if the actor computed
+    them, and weight versions. Collective."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     if not batch.response_B.any():
@@ -305,11 +260,8 @@ def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
 
 
 def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """Mean raw score, and the fraction of prompts with ``data.max_prompt_length`` tokens.
-
-    With several samples of a prompt, ``critic/score/equal_groups`` is the fraction of prompts whose
-    samples have one score.
-    """
+    """Mean raw score, the fraction of prompts with ``data.max_prompt_length`` tokens, and with
+    several samples that of prompts whose samples have one score."""
     longest = recipe.data.max_prompt_length
     groups = {}
     if recipe.rollout.n > 1:
@@ -323,12 +275,7 @@ def score_metrics(batch: Batch, recipe: Recipe) -> dict[str, float]:
 
 
 def kl_metrics(kl: float, kl_coef: float, actor: ActorConfig) -> dict[str, float]:
-    """KL between actor and reference, and the coefficients of its penalties.
-
-    Args:
-        kl: mean over sequences of the mean over tokens.
-        kl_coef: coefficient of the KL in the reward, in this step.
-    """
+    """KL between actor and reference, and the coefficients of its penalties."""
     metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
     if actor.use_kl_loss:
         metrics["actor/kl_coef"] = actor.kl_loss_coef
@@ -338,12 +285,8 @@ def kl_metrics(kl: float, kl_coef: float, actor: ActorConfig) -> dict[str, float
 def performance_metrics(
     batch: Batch, step: int, stages: Mapping[str, float], passes: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds by stage, tokens per second, memory of this rank.
-
-    Args:
-        stages: seconds by stage of the loop; their sum is the step's time.
-        passes: seconds of the roles' passes, which are parts of the stages.
-    """
+    """Seconds by stage, tokens per second, memory of this rank. The step's time is the sum of
+    ``stages``, of which ``passes`` are parts."""
     seconds, tokens = sum(stages.values()), int(batch.lengths_B.sum())
     per_token = {"gen": max(float(batch.response_B.sum()), 1.0)}
     timed = {**stages, **passes}
@@ -368,24 +311,16 @@ def performance_metrics(
 
 
 def rank_metrics(probe_ms: float) -> dict[str, float]:
-    """Milliseconds of the probe and peak of the memory in GiB, by rank. Collective.
-
-    Args:
-        probe_ms: of this rank (``mppo.parallel.measurement.probe``).
-    """
+    """Milliseconds of the probe and peak of the memory in GiB, by rank. Collective."""
     everyone = all_gather_objects((probe_ms, device.peak_memory_bytes() / 2**30))
     probes, memories = zip(*everyone, strict=True)
     return by_rank(PROBE, probes) | by_rank(MEMORY, memories)
 
 
 def by_rank(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """The metrics of a number that each rank has.
-
-    Returns:
-        Of up to ``_ALL_RANKS`` ranks the number of each. Of more the smallest, the median and the
-        largest, and the numbers of the ``_HIGHEST`` ranks: a thousand ranks would make a line of
-        metrics.jsonl 70 KB, and as many series in a tracker.
-    """
+    """The metrics of a number that each rank has: of up to ``_ALL_RANKS`` ranks all; of more the
+    smallest, the median, the largest and those of the ``_HIGHEST`` ranks, as a thousand would make
+    a line of metrics.jsonl 70 KB."""
     if len(values) <= _ALL_RANKS:
         return {f"{prefix}{rank}": value for rank, value in enumerate(values)}
     highest = sorted(range(len(values)), key=lambda rank: values[rank])[-_HIGHEST:]
@@ -395,11 +330,7 @@ def by_rank(prefix: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
-    """verl's ``global_seqlen/*``: tokens per data-parallel rank, before and after balancing.
-
-    Args:
-        lengths: tokens of every sequence of the batch.
-    """
+    """verl's ``global_seqlen/*``: tokens per data-parallel rank, before and after balancing."""
     bounds = [len(lengths) * rank // dp for rank in range(dp + 1)]
     unbalanced = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
     shares = partition(lengths, dp, equal_count=True)
@@ -415,20 +346,10 @@ def balance_metrics(lengths: Sequence[int], dp: int) -> dict[str, float]:
 
 
 def update_metrics(mini_batches: Sequence[dict[str, float]], epochs: int = 1) -> dict[str, float]:
-    """Average the statistics of an update's mini-batches.
-
+    """Average the statistics of an update's mini-batches, each summed over micro-batches and ranks.
     ``critic/vf_loss_first`` and ``_last`` are the critic's mean loss in the first and in the last
-    of several epochs.
-
-    ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the mini-batches, as TRL
-    reports it; 0 for a single one.
-
-    Args:
-        mini_batches: statistics of each mini-batch, summed over micro-batches and ranks.
-
-    Returns:
-        Metrics by name; empty without mini-batches.
-    """
+    of several epochs. ``val/ratio_var`` is the variance (unbiased) of ``val/ratio`` over the
+    mini-batches, as TRL reports it; 0 for a single one."""
     if not mini_batches:
         return {}
     count = len(mini_batches)
@@ -445,7 +366,6 @@ def update_metrics(mini_batches: Sequence[dict[str, float]], epochs: int = 1) ->
 
 
 def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Mean score by data source."""
     scores: dict[str, list[float]] = {}
     for episode in episodes:
         scores.setdefault(episode.prompt.data_source, []).append(episode.scored.score)
@@ -453,10 +373,8 @@ def mean_scores(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def mean_numbers(episodes: Sequence[Episode]) -> dict[tuple[str, str], float]:
-    """Means of the numbers that accompany scores, by data source and name.
-
-    Each mean is over the responses of the source that have the number.
-    """
+    """Means of the numbers that accompany scores, by data source and name, each over the responses
+    of the source that have it."""
     numbers: dict[tuple[str, str], list[float]] = {}
     for episode in episodes:
         for name, value in episode.scored.numbers.items():
@@ -468,14 +386,8 @@ def reward_metrics(
     episodes: Sequence[Episode],
     greedy: Sequence[Episode],
 ) -> dict[str, float]:
-    """Metrics of scoring.
-
-    ``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and a
-    count such as ``reward/timeouts`` for each reason why responses were not scored.
-
-    Args:
-        greedy: the greedy responses; only errors and missing scores are counted.
-    """
+    """``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and
+    counts such as ``reward/timeouts`` of responses, also greedy ones, that were not scored."""
     numbers = mean_numbers(episodes)
     metrics = {f"reward/{source}/{name}/mean": mean for (source, name), mean in numbers.items()}
     everything = [*episodes, *greedy]
@@ -500,11 +412,8 @@ def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def staleness_metrics(episodes: Sequence[Episode], step: int, bound: int) -> dict[str, float]:
-    """``training/staleness/K``: share of the policy's tokens that were K updates old in a step.
-
-    Args:
-        bound: ``rollout.max_staleness``; with 0 there is nothing to report.
-    """
+    """``training/staleness/K``: share of the policy's tokens that were K updates old in a step;
+    with ``rollout.max_staleness`` 0 there is nothing to report."""
     if not bound:
         return {}
     parts = [part for each in episodes for one in each.sequences for part in one.parts]
@@ -516,7 +425,6 @@ def staleness_metrics(episodes: Sequence[Episode], step: int, bound: int) -> dic
 
 
 def errors_of(episodes: Sequence[Episode]) -> list[str]:
-    """Errors of the responses that could not be scored."""
     return [each.scored.error for each in episodes if each.scored.error is not None]
 
 

@@ -38,23 +38,17 @@ class Documents:
 
 
 class PretrainingMix:
-    """An endless stream of documents, and their loss.
-
-    Args:
-        documents: documents in reading order; the position in it is the state.
-        coef: weight of their loss relative to the policy's.
-    """
+    """An endless stream of documents, whose position is the state, and their loss, which has weight
+    ``coef`` relative to the policy's."""
 
     def __init__(self, documents: PromptLoader, coef: float) -> None:
         self.documents = documents
         self.coef = coef
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream."""
         return self.documents.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position."""
         self.documents.load_state_dict(state)
 
     def draw(self, spec: MicroBatchSpec) -> Documents:
@@ -65,18 +59,10 @@ class PretrainingMix:
     def join(
         self, batch: Sequences, plan: MicroBatchPlan, documents: Documents, objective: Objective
     ) -> tuple[Sequences, MicroBatchPlan, Objective]:
-        """Documents behind a batch's sequences.
-
-        Args:
-            batch: sequences, of which this rank holds those that it works on.
-            plan: micro-batches of one mini-batch of it.
-            documents: from ``draw``.
-
-        Returns:
-            The longer batch; the plan with the documents' micro-batches after each rank's own; the
-            objective of both kinds, ``L + coef mean(-log pi(text))``, with the metric
-            ``actor/ptx_loss`` (nats per token, without the coefficient).
-        """
+        """Put documents behind a batch's sequences. Returns the longer batch; the plan with the
+        documents' micro-batches after each rank's own; the objective of both kinds,
+        ``L + coef mean(-log pi(text))``, with the metric ``actor/ptx_loss`` (nats per token,
+        without the coefficient)."""
         text, first = documents.batch, batch.num_sequences
         longer = [
             [*mine, *([first + i for i in indices] for indices in theirs)]
@@ -88,12 +74,8 @@ class PretrainingMix:
 
 @dataclass(frozen=True)
 class MixedObjective:
-    """``L + coef mean(-log pi(text))`` over micro-batches that hold either kind of sequence.
-
-    Args:
-        first: index of the first document, after the batch's sequences.
-        coef: weight of the documents' loss.
-    """
+    """``L + coef mean(-log pi(text))`` over micro-batches that hold either kind of sequence;
+    documents begin at the index ``first``."""
 
     objective: Objective
     text: Batch
@@ -102,13 +84,11 @@ class MixedObjective:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """See ``Objective``."""
         return (*self.objective.statistics, METRIC)
 
     def __call__(
         self, outputs: HeadOutputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See ``PolicyObjective``; adds the statistic ``actor/ptx_loss``."""
         assert isinstance(outputs, PolicyOutputs)
         if not indices or indices[0] < self.first:
             loss, stats = self.objective(outputs, indices)

@@ -21,14 +21,8 @@ _EARLIER = "experience.safetensors"
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A mini-batch and its origin.
-
-    Args:
-        mini_batch: indices of the sequences whose loss or gradient was not finite.
-        model: Hugging Face folder the roles were built from.
-        recipe: the run's, as plain values without secrets.
-        ranks: number of ranks that wrote the experience.
-    """
+    """A mini-batch whose loss or gradient was not finite (indices of its sequences), and its
+    origin; the recipe is plain values without secrets."""
 
     step: int
     mini_batch: tuple[int, ...]
@@ -38,22 +32,16 @@ class ReplayCase:
 
 
 def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
-    """Write the case; an earlier case of the same step is renamed. Collective.
-
-    Args:
-        experience: of the step, shared out.
-    """
+    """Write the case and the step's experience, shared out; an earlier case of the same step is
+    renamed. Collective."""
     write_shares(folder, experience)
     text = json.dumps(asdict(case), indent=1) + "\n"
     on_first_rank(lambda: replace_text(folder / CASE, text))
 
 
 def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
-    """Load what ``keep_case`` wrote; the experience is that of all sequences.
-
-    Raises:
-        ValueError, KeyError, TypeError, OSError: the folder does not hold a valid case.
-    """
+    """Load what ``keep_case`` wrote; the experience is that of all sequences. A folder without a
+    valid case raises ValueError, KeyError, TypeError or OSError."""
     values = read_json(folder / CASE, nan=True)
     if (folder / _EARLIER).exists():
         return ReplayCase(**values, ranks=1), read_one_file(folder / _EARLIER)

@@ -38,12 +38,6 @@ class RolePlacement:
     awaited on the device by the computation that is queued first, the optimizer's state by the
     optimizer step, so that it can arrive during the passes. Memory that is on its way to the host
     is free for others once the copy is complete: ``device.give_back_memory`` waits for that.
-
-    Args:
-        table: the place of each part, by phase and role.
-
-    Attributes:
-        phase: the current phase.
     """
 
     def __init__(self, table: Residency) -> None:
@@ -53,7 +47,6 @@ class RolePlacement:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases of the table, in order of time."""
         return tuple(self._table)
 
     @property
@@ -63,12 +56,10 @@ class RolePlacement:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory that parts of roles have taken so far."""
         return sum(self.host_by_role.values())
 
     @property
     def host_by_role(self) -> dict[str, int]:
-        """The same by role."""
         found = {}
         for name, role in self._roles.items():
             found[name] = role.weights.storages.host_nbytes
@@ -77,19 +68,13 @@ class RolePlacement:
         return found
 
     def add(self, role: Role) -> None:
-        """Take over a role that has been built, and place its parts for the current phase."""
         self._roles[role.name] = role
         with phase(f"building {role.name}"):
             self._place({role.name: self._table[self.phase][role.name]})
 
     def enter(self, phase: str, early: bool = True) -> None:
-        """Place all parts for a phase of the table.
-
-        Parts leave before others come, whose memory may be theirs.
-
-        Args:
-            early: whether the parts of the next phase come back where the table says so.
-        """
+        """Place all parts for a phase of the table. Parts leave before others come, whose memory
+        may be theirs; ``early``: parts of the next phase come back where the table says so."""
         self.phase = phase
         self._place({name: self._table[phase][name] for name in self._roles})
         for name, role in self._roles.items() if early else ():
@@ -116,9 +101,7 @@ class RolePlacement:
     @contextmanager
     def sending_weights(self) -> Iterator[None]:
         """Inside the context the weights of the actor can be read; after it begins generation.
-
-        Servers that are restarted receive the weights again, at any time.
-        """
+        Servers that are restarted receive the weights again, at any time."""
         self.enter(WEIGHT_SYNC)
         try:
             yield

@@ -28,11 +28,7 @@ from mppo.trainer.update.slot_balance import SlotBalance
 
 
 def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
-    """``describe_model`` of the trained roles, by name, without building them.
-
-    Args:
-        folder: the actor's initial weights.
-    """
+    """``describe_model`` of the trained roles, by name, without building them."""
     folders = _model_folders(recipe, folder)
     return {
         role.name: describe_model(
@@ -56,7 +52,7 @@ def build_role(
     registry: GroupRegistry,
     total_steps: int = 1,
 ) -> Role:
-    """Build a role; for the arguments see :class:`Role`. Collective."""
+    """Build a role. Collective."""
     groups = registry.of(settings.megatron.layout(torch.distributed.get_world_size()))
     with phase(f"building {settings.name}"):
         return Role(settings, folder, hf_config, groups, total_steps)
@@ -68,14 +64,11 @@ class Roles:
     Args:
         folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
             critic and reference unless the recipe names others.
-        total_steps: PPO steps of the run, for the learning-rate schedules.
-        text: documents for the pretraining mix; None without one.
+        text: documents for the pretraining mix.
         table: who is where in which phase; None: as planned for this machine.
 
     Attributes:
-        placement: moves the roles' parts between device and host memory.
         slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
-        reward_scale: scale of the reward model's scores; None without a reward model.
         gate: of a value pretraining; None: the run is none.
         seconds: duration of each role's last forward pass and update.
     """
@@ -127,7 +120,6 @@ class Roles:
 
     @property
     def trained(self) -> dict[str, Role]:
-        """The trained roles by name, whose state a checkpoint holds."""
         roles = (self.actor, self.critic)
         return {role.name: role for role in roles if role is not None and role.settings.trained}
 
@@ -137,7 +129,6 @@ class Roles:
         return self.trained[self.recipe.exported_role]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint besides models and optimizers."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
@@ -148,7 +139,6 @@ class Roles:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
         if self.text is not None and state.get("text"):
             self.text.load_state_dict(state["text"])
         if self.slot_balance is not None and state.get("slot_balance"):

@@ -30,11 +30,7 @@ from mppo.trainer.start.user_parts import Callbacks
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """Prompts whose responses are being generated and scored.
-
-    Args:
-        prompts: the run's next prompts, not consumed yet.
-    """
+    """Prompts, not consumed yet, whose responses are being generated and scored."""
 
     prompts: list[Prompt]
     generation: Generation
@@ -42,11 +38,8 @@ class PendingRollout:
 
 @contextmanager
 def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
-    """Inside the context the weights that an export reads are on the device.
-
-    If they come from host memory, the engine releases its memory before; it gets the weights again
-    when it next generates.
-    """
+    """Inside the context the weights that an export reads are on the device. If they come from host
+    memory, the engine releases its own before, and gets the weights again for generation."""
     if roles.placement.moves_weights:
         engine.sleep()
     with roles.placement.sending_weights():
@@ -55,16 +48,10 @@ def exporting(engine: RolloutEngine, roles: Roles) -> Iterator[None]:
 
 @dataclass
 class Run:
-    """The parts of a run that an iteration uses.
-
-    Args:
-        seconds: duration of each stage of the current step.
-        ahead: the next iteration's pending rollout (``rollout.max_staleness``); None: none.
-        last: number and metrics of the last step that is done; of a resumed run no metrics.
-
-    Attributes:
-        early: scores of the responses that have arrived.
-    """
+    """The parts of a run that an iteration uses. ``seconds`` is the duration of each stage of the
+    current step; ``ahead`` the next iteration's pending rollout (``rollout.max_staleness``);
+    ``last`` number and metrics of the last step that is done (of a resumed run no metrics);
+    ``early`` scores of the responses that have arrived."""
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
@@ -94,10 +81,8 @@ class Run:
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
-        """Time a stage, and name it as the phase for error messages.
-
-        Copies of parts of roles on their own stream may outlast it.
-        """
+        """Time a stage, and name it as the phase for error messages. Copies of parts of roles on
+        their own stream may outlast it."""
         start = time.perf_counter()
         with phase(name, step), record_function(name):
             yield

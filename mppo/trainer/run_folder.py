@@ -86,13 +86,8 @@ _KEY = "trainer.default_local_dir"
 
 @dataclass(frozen=True)
 class Earlier:
-    """Results of earlier starts in a run folder.
-
-    Args:
-        steps: steps of the checkpoints, newest first.
-        finished: number of steps of the finished run; 0 if none has finished.
-        recipe: content of recipe.yaml; None if it is missing or unreadable.
-    """
+    """Results of earlier starts in a run folder: steps of the checkpoints, newest first; steps of
+    the finished run, or 0; content of recipe.yaml, or None if it is missing or unreadable."""
 
     steps: tuple[int, ...] = ()
     finished: int = 0
@@ -106,10 +101,7 @@ StartKind = Literal["finished", "resume", "new", "replace"]
 
 def read_earlier(folder: Path) -> Earlier:
     """Read the results of earlier starts in a run folder: small files and file names only.
-
-    Raises:
-        ConfigError: a path where a run writes a file is not a file.
-    """
+    ConfigError: a path where a run writes a file is not a file."""
     for path in (folder / name for name in (*_NUMBERS, *_PAGES, STATUS, RECIPE)):
         if path.exists() and not path.is_file():
             issue = ConfigIssue(_KEY, str(folder), f"{path} is not a file", "remove or rename it")
@@ -136,17 +128,10 @@ def _read_recipe(path: Path) -> dict[str, Any] | None:
 def decide(
     earlier: Earlier, trainer: TrainerConfig, start: str, total_steps: int, changed: Sequence[str]
 ) -> StartKind:
-    """Decide how this start uses the run folder.
-
-    Args:
-        trainer: ``export_hf`` and ``on_existing_run`` are read.
-        start: ``trainer.resume_mode``: "auto" or "disable"; for ``resume_path`` "own" if it names a
-            checkpoint of this folder, else "other".
-        changed: keys in which the recipe differs from the earlier one.
-
-    Raises:
-        ConfigError: the folder holds results of another recipe, and ``on_existing_run`` is refuse.
-    """
+    """Decide how this start uses the run folder. ``start`` is ``trainer.resume_mode``: "auto" or
+    "disable"; for ``resume_path`` "own" if it names a checkpoint of this folder, else "other".
+    ``changed`` are keys in which the recipe differs from the earlier one. ConfigError: another
+    recipe's results, and ``on_existing_run`` is refuse."""
     complete = earlier.exported or not (trainer.export_hf and earlier.steps)
     same = bool(earlier.steps) or not changed
     if start == "auto" and total_steps <= earlier.finished and complete and same:
@@ -173,10 +158,6 @@ def decide(
 
 class RunFolder:
     """The run folder at this start. Construct collectively; ``begin`` makes the first change.
-
-    Args:
-        models: ``describe_model`` of each trained role, by name.
-        say: prints a line (on the first rank).
 
     Attributes:
         found: the checkpoint to resume from; None without one.
@@ -218,11 +199,7 @@ class RunFolder:
             on_first_rank(lambda: check_history(path / METRICS))
 
     def warm_start(self) -> Path | None:
-        """Return the warm start of the checkpoint's run; None without one.
-
-        Raises:
-            ConfigError: its files are damaged.
-        """
+        """The warm start of the checkpoint's run, or None. ConfigError: its files are damaged."""
         if self.found is None:
             return None
         folder = self.found.folder.parents[1] / WARM_START
@@ -233,11 +210,8 @@ class RunFolder:
         return folder
 
     def begin(self) -> None:
-        """Set earlier results aside; this run writes from here on. Collective; idempotent.
-
-        Raises:
-            ConfigError: a file cannot be moved.
-        """
+        """Set earlier results aside; this run writes from here on. ConfigError: a file cannot be
+        moved. Collective; idempotent."""
         if not self._earlier_set_aside:
             self._earlier_set_aside = True
             on_first_rank(self._set_earlier_aside)
@@ -284,17 +258,12 @@ class RunFolder:
         return moved, [name for name in pages if moved and (self.path / name).exists()]
 
     def _keep_foreign(self) -> None:
-        """Rename files with the names of reports in a folder that no run has written to."""
         for name in (*_PAGES, STATUS, RECIPE):
             if (self.path / name).exists():
                 self._say(f"kept {set_aside(self.path / name)}")
 
     def _say_finished(self, models: Mapping[str, Mapping[str, Any]], changed: list[str]) -> None:
-        """Report that the run has finished.
-
-        Raises:
-            ConfigError: the finished run was of another model.
-        """
+        """Report that the run has finished; ConfigError if it was of another model."""
         for path in folders.list_checkpoints(self.path / CHECKPOINTS)[:1]:
             try:
                 manifest = folders.read_manifest(path)
@@ -314,11 +283,8 @@ class RunFolder:
 
 
 def check_model_folders(recipe: Recipe) -> None:
-    """Check the weights of the models that mppo exported against their markers. Collective.
-
-    Raises:
-        ConfigError: a file differs from what was written.
-    """
+    """Check the weights of the models that mppo exported against their markers; ConfigError names a
+    file that differs. Collective."""
     for role in recipe.roles():
         folder = resolve_model(role.path, seed=recipe.trainer.seed)
         fix = (
@@ -329,16 +295,8 @@ def check_model_folders(recipe: Recipe) -> None:
 
 
 def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = ("",)) -> None:
-    """Check the files of an exported folder against its marker. Collective.
-
-    Args:
-        key: recipe key that names the folder.
-        folder: the folder; without a marker it is not checked.
-        fix: what to do if a file is damaged.
-
-    Raises:
-        ConfigError: a file differs from what was written; names the first one.
-    """
+    """Check the files of an exported folder, which ``key`` names, against its marker, if it has
+    one; ConfigError names the first that differs, and ``fix``. Collective."""
 
     def refusal(problem: str) -> ConfigError:
         return ConfigError([ConfigIssue(key, str(folder), problem, fix)], "model")
@@ -356,7 +314,6 @@ def check_written(key: str, folder: Path, fix: str, endings: tuple[str, ...] = (
 
 
 def _own_outputs(recipe: Recipe, path: Path) -> Iterator[ConfigIssue]:
-    """Find initial models that this run would overwrite."""
     trainer = recipe.trainer
     outputs = {
         recipe.exported_role: trainer.export_hf,
@@ -387,6 +344,5 @@ def _changes(earlier: Earlier, now: dict[str, Any]) -> list[str]:
 
 
 def _shapes_training(key: str) -> bool:
-    """Whether a different value of the key makes a different training."""
     section, _, name = key.partition(".")
     return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)

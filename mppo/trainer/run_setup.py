@@ -57,10 +57,8 @@ from mppo.weights.model_folder import companion_folder
 def build_run(
     recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts = NO_PARTS
 ) -> Run | None:
-    """Build prompts, models, engine, scorer, reporter and checkpoints of a run. Collective.
-
-    Returns:
-        The run; None if it has finished already.
+    """Build prompts, models, engine, scorer, reporter and checkpoints of a run; None if it has
+    finished already. Collective.
 
     Raises:
         StepInterrupted: a stop was requested.
@@ -155,7 +153,6 @@ def _build_engine(
     read_config: Callable[[Path], Any],
     run_folder: RunFolder,
 ) -> RolloutEngine:
-    """Start the rollout engine, with the agent if there is one. Collective."""
     step = 0 if run_folder.found is None else run_folder.found.manifest.step
     with phase("starting the rollout engine"):
         companion, run_dir = companion_folder(folder), recipe.trainer.run_dir
@@ -167,11 +164,7 @@ def _report_plans(
     reporter: Reporter, recipe: Recipe, plans: list[RolePlan], total_steps: int
 ) -> None:
     """Print the disk space of checkpoints; warn if the run does not fit the disk, the GPUs or the
-    host's memory. Collective.
-
-    Raises:
-        ConfigError: what leaves the GPUs does not fit into the memory of a node.
-    """
+    host's memory; ConfigError if what leaves the GPUs does not fit a node. Collective."""
     reporter.line(f"checkpoints: {describe_checkpoints(recipe, plans, total_steps)}")
     if warning := disk_warning(recipe, plans, total_steps, free_bytes(recipe.trainer.run_dir)):
         reporter.line(f"warning: {warning}")
@@ -194,7 +187,6 @@ def _report_new_head(reporter: Reporter, critic: Role) -> None:
 def _report_prompts(
     reporter: Reporter, replay: str | None, training: PromptSet, validation: PromptSet
 ) -> None:
-    """Print the sets of prompts, and the steps that a replay leaves out."""
     reporter.line(f"prompts: {training.summary()}; validation: {validation.summary()}")
     for step, (_, why) in (stale_dumps(Path(replay)) if replay else {}).items():
         reporter.line(f"trainer.replay: step {step} is left out: stale, {why}")
@@ -203,11 +195,6 @@ def _report_prompts(
 def _load_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptSet, PromptSet, PromptLoader]:
-    """Load training and validation prompts, and the loader of training batches.
-
-    Raises:
-        ConfigError: a batch would hold a prompt twice, or a file or row is bad.
-    """
     data = recipe.data
     with phase("loading prompts"):
         training = load_prompts(data, tokenizer, "train", recipe.rollout.tool_schemas)
@@ -235,10 +222,8 @@ def _starting_model(
     reporter: Reporter,
     run_folder: RunFolder,
 ) -> Path:
-    """Return the folder of the initial weights, after a warm start if the recipe has one.
-
-    All roles without a path of their own start from it. Collective.
-    """
+    """Return the folder of the initial weights of all roles without a path of their own, after a
+    warm start if the recipe has one. Collective."""
     steps = recipe.trainer.warm_start_steps
     if not steps:
         return folder
@@ -265,13 +250,11 @@ def _pretraining_mix(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Pret
 
 
 def _show_warm_start(reporter: Reporter, total: int, step: int, loss: float) -> None:
-    """Report a line for every tenth of the warm start."""
     if step == total or step % max(total // 10, 1) == 0:
         reporter.line(f"warm start {step}/{total}: loss {loss:.3f}")
 
 
 def _announce(reporter: Reporter, loggers: Sequence[str], text: str) -> None:
-    """Print a line on the console even without the console logger."""
     if "console" in loggers:
         reporter.line(text)
     elif reporter.is_main:

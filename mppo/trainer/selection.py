@@ -16,15 +16,8 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 def resample_experience(
     experience: Experience, algorithm: AlgorithmConfig, seed: int
 ) -> Experience:
-    """PF-PPO: draw as many episodes with replacement, by score, if the recipe enables it.
-
-    Args:
-        experience: with advantages, which are resampled and not recomputed (verl).
-        seed: seed of the draw, different for each step.
-
-    Returns:
-        The resampled experience; the same one if PF-PPO is off.
-    """
+    """PF-PPO: draw as many episodes with replacement, by score, if the recipe enables it;
+    advantages are resampled and not recomputed (verl). ``seed`` differs for each step."""
     if not algorithm.use_pf_ppo:
         return experience
     config, batch = algorithm.pf_ppo, experience.old.batch
@@ -42,16 +35,8 @@ def resample_experience(
 
 
 def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
-    """Select ``count`` groups: those whose scores differ first, in order, then others.
-
-    Args:
-        scores_B: float ``[B]``.
-        group_B: int64 ``[B]``; a group's sequences are adjacent, and there are at least ``count``
-            groups.
-
-    Returns:
-        int64 indices of their sequences, ascending.
-    """
+    """Select ``count`` groups of adjacent sequences: those whose scores differ first, in order,
+    then others. Returns int64 indices of their sequences, ascending."""
     informative_B = torch.zeros(len(group_B), dtype=torch.bool)
     informative_B[informative_sequences(scores_B, group_B)] = True
     groups, sizes = torch.unique_consecutive(group_B, return_counts=True)
@@ -61,19 +46,8 @@ def first_groups(scores_B: Tensor, group_B: Tensor, count: int) -> Tensor:
 
 
 def informative_sequences(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """Select the sequences whose group's scores are not all equal (DAPO dynamic sampling).
-
-    A group of one is kept.
-
-    Args:
-        scores_B: float ``[B]``.
-        group_B: int64 ``[B]``.
-
-    Returns:
-        int64 indices, ascending.
-
-    Source: DAPO, https://arxiv.org/abs/2503.14476; verl ``filter_groups``.
-    """
+    """Select the sequences whose group's scores are not all equal, and groups of one: int64,
+    ascending (DAPO, https://arxiv.org/abs/2503.14476; verl ``filter_groups``)."""
     _, index_B, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
     lowest = scores_B.new_full((len(counts),), torch.inf)
     lowest = lowest.scatter_reduce(0, index_B, scores_B, "amin")

@@ -48,13 +48,8 @@ def train_sft(
 ) -> Path | None:
     """Train on correct answers and write the result. Collective.
 
-    Args:
-        recipe: ``trainer.warm_start_*`` and the actor's layout.
-        on_step: called with each step's number and loss (nats per answer token).
-
-    Returns:
-        On the first rank, the new path of a folder ``out`` that existed and that mppo did not
-        write; otherwise None.
+    ``on_step`` gets each step's number and loss (nats per answer token). Returns, on the first
+    rank, the new path of a folder ``out`` that existed and that mppo did not write; otherwise None.
 
     Raises:
         NonFiniteStep: a loss or gradient was not finite; nothing is written.
@@ -99,7 +94,6 @@ def _as_batch(examples: list[SupervisedExample]) -> Batch:
 
 
 def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
-    """Take one step on all examples of a batch; return its loss and the step's result."""
     weight_T = batch.response_mask_T / batch.response_mask_T.sum()
     assert role.optimizer is not None
     role.optimizer.advance()
@@ -111,24 +105,18 @@ def _train_step(role: Role, batch: Batch) -> tuple[float, StepResult]:
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood:
-    """Weighted sum of ``-log pi`` over answer tokens.
-
-    Args:
-        weight_T: float32 ``[T]`` of the batch.
-    """
+    """Sum of ``-log pi`` over answer tokens with weights float32 ``[T]`` of the batch."""
 
     batch: Batch
     weight_T: Tensor
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """See ``Objective``."""
         return ("loss",)
 
     def __call__(
         self, outputs: HeadOutputs, indices: tuple[int, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the sequences, also as the statistic ``loss``."""
         assert isinstance(outputs, PolicyOutputs)
         logprobs_T = outputs.logprobs_T
         weights = select_sequences(self.weight_T, self.batch.cu_seqlens, list(indices))

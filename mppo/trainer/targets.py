@@ -41,17 +41,13 @@ class PolicyTargets:
     """Targets of the policy's loss, on one flat token axis of complete sequences.
 
     Args:
-        cu_seqlens: int64 ``[B + 1]``.
-        mask_T: float32 ``[T]``, 1 on the tokens trained on (response tokens not rejected).
-        weight_T: float32 ``[T]``, each token's share in the mini-batch's loss (aggregation).
-        importance_T: float32 ``[T]``, rollout-correction weight of the token's policy loss.
-            For GMPO it is equal on all tokens of a sequence.
-        metric_weight_T: float32 ``[T]``, 1 / (masked tokens of the mini-batch) on the mask.
-        old_logprobs_T: log-probabilities before the update.
-        ref_logprobs_T: log-probabilities of the reference.
-        advantages_T: float32 ``[T]``.
-        selected_T: float32 ``[T]``, 1 on the tokens that Clip-Cov or KL-Cov selected, else 0.
-        positive_weight_T: float32 ``[T]``, 1 / (tokens of the mini-batch's responses whose score is
+        mask_T: float32, 1 on the tokens trained on (response tokens not rejected).
+        weight_T: float32, each token's share in the mini-batch's loss (aggregation).
+        importance_T: float32, rollout-correction weight of the token's policy loss; for GMPO equal
+            on all tokens of a sequence.
+        metric_weight_T: float32, 1 / (masked tokens of the mini-batch) on the mask.
+        selected_T: float32, 1 on the tokens that Clip-Cov or KL-Cov selected, else 0.
+        positive_weight_T: float32, 1 / (tokens of the mini-batch's responses whose score is
             above 0) on these tokens, else 0.
     """
 
@@ -69,12 +65,7 @@ class PolicyTargets:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """Targets of the critic's loss; see ``PolicyTargets`` for the first four.
-
-    Args:
-        old_values_T: values before the update, float32 ``[T]``.
-        returns_T: regression target, float32 ``[T]``.
-    """
+    """Targets of the critic's loss, float32 ``[T]``: values before the update, and returns."""
 
     cu_seqlens: Tensor
     mask_T: Tensor
@@ -95,11 +86,8 @@ def on_device(targets: Targets) -> Targets:
 
 
 def select_targets(targets: Targets, indices: Sequence[int]) -> Targets:
-    """Select sequences by their position in ``targets``, in the order of ``indices``.
-
-    Returns:
-        The sequences' targets, with ``cu_seqlens`` too on this rank's device.
-    """
+    """Select sequences by their position in ``targets``, in the order of ``indices``; also
+    ``cu_seqlens`` is then on this rank's device."""
     where_T = sequence_token_indices(targets.cu_seqlens, indices)
     where_T, cu_seqlens = copied([where_T, select_cu_seqlens(targets.cu_seqlens, indices)])
     changes = {name: getattr(targets, name)[where_T] for name in _per_token(targets)}
@@ -128,7 +116,6 @@ class _MiniBatchTokens:
     episode_B: Tensor
 
     def weights_T(self, mask_T: Tensor, count_E: Tensor, mode: str, scale: float = 1.0) -> Tensor:
-        """Weight of each token in the mini-batch's loss."""
         count_H = count_E[self.episode_B[self.position_H]]
         return aggregation_weights_T(mask_T, self.cu_seqlens, mode, scale, count_E, count_H)
 
@@ -170,20 +157,12 @@ def policy_targets(
     seed: int = 0,
     gather_of: GatherOf = _everything,
 ) -> PolicyTargets:
-    """Build the policy's targets of one mini-batch, for the sequences held here.
+    """Build the policy's targets of one mini-batch, for the sequences held here, float32.
 
     Collective if sequences are shared out. A token whose ``loss_weight_T`` is 0 (rejected) counts
-    neither in the mask nor in the normalisers.
-
-    Args:
-        indices: the mini-batch's sequences, as indices of the batch.
-        max_response_length: the recipe's, in tokens; the scale of ``seq-mean-token-sum-norm`` if
-            ``loss_scale_factor`` is null.
-        seed: seed of Clip-Cov's random selection.
-        gather_of: makes the mini-batch's ``Gather``; by default all sequences are held.
-
-    Returns:
-        PolicyTargets on the experience's device, float32.
+    neither in the mask nor in the normalisers. ``max_response_length`` is the scale of
+    ``seq-mean-token-sum-norm`` if ``loss_scale_factor`` is null; ``seed`` that of Clip-Cov's
+    selection; ``gather_of`` makes the mini-batch's ``Gather``, by default of sequences all held.
     """
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
     batch, cut, cu_seqlens = old.batch, tokens.cut, tokens.cu_seqlens
@@ -230,10 +209,8 @@ def value_targets(
     gather_of: GatherOf = _everything,
     gae_unit: str = "token",
 ) -> ValueTargets:
-    """Build the critic's targets of one mini-batch; arguments as in :func:`policy_targets`.
-
-    ``gae_unit`` is the algorithm's: with ``turn``, only the first token of a turn counts.
-    """
+    """Build the critic's targets of one mini-batch, as :func:`policy_targets`; with ``gae_unit``
+    ``turn``, only the first token of a turn counts."""
     old, tokens = experience.old, _mini_batch_tokens(experience, indices, gather_of)
     cut = tokens.cut
     mask_T = cut(value_states(old.batch, gae_unit)) * (cut(experience.loss_weight_T) != 0)
@@ -255,15 +232,8 @@ def fetch_targets(
     plan: MicroBatchPlan,
     layout: Layout,
 ) -> tuple[Targets, tuple[int, ...]]:
-    """Bring the targets of a mini-batch to the ranks that compute its loss. Collective.
-
-    Args:
-        targets: of the sequences held here.
-        sequences: these sequences, as indices of the batch, in the targets' order.
-
-    Returns:
-        The targets of the sequences whose loss this rank computes, and these sequences.
-    """
+    """Bring the targets of the sequences held here, in their order, to the ranks that compute the
+    loss; return those whose loss this rank computes, and their indices. Collective."""
     if batch.is_replicated:
         return targets, tuple(sequences)
     places = PassMoves(layout, plan, batch)

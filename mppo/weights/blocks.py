@@ -49,9 +49,6 @@ def shard_blocks(
         groups: number of key-value heads (``qkv`` only).
         padded: total rows after padding (``vocab`` only).
 
-    Returns:
-        Blocks whose lengths sum to the shard's length.
-
     Raises:
         InputError: a length is not divisible by the number of shards or heads.
     """

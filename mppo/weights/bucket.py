@@ -25,12 +25,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor of a bucket.
-
-    Args:
-        name: Hugging Face name.
-        start: its first byte in the bucket.
-    """
+    """One tensor of a bucket, from its byte ``start``, under its Hugging Face name."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +34,6 @@ class TensorPlace:
 
     @property
     def end(self) -> int:
-        """The byte after its last one."""
         return self.start + nbytes_of(self.shape, self.dtype)
 
     @property
@@ -54,8 +48,6 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where the tensors of a bucket are, and the bucket's size in bytes."""
-
     places: tuple[TensorPlace, ...]
     nbytes: int
 
@@ -65,12 +57,8 @@ class BucketLayout:
         tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
         alignment: int = ALIGNMENT,
     ) -> BucketLayout:
-        """Lay tensors out one after the other.
-
-        Args:
-            tensors: name, dtype and shape of each.
-            alignment: each tensor starts at a multiple of this many bytes.
-        """
+        """Lay tensors, given by name, dtype and shape, out one after the other, each at a multiple
+        of ``alignment`` bytes."""
         places, offset = [], 0
         for name, dtype, shape in tensors:
             places.append(TensorPlace(name, dtype, tuple(shape), offset))
@@ -78,13 +66,11 @@ class BucketLayout:
         return cls(tuple(places), offset)
 
     def to_json(self) -> dict[str, Any]:
-        """The layout as JSON values."""
         rows = [(p.name, p.dtype_name, p.shape, p.start) for p in self.places]
         return {"nbytes": self.nbytes, "places": rows}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BucketLayout:
-        """The layout from what ``to_json`` returned."""
         places = tuple(
             TensorPlace(name, getattr(torch, dtype), tuple(shape), start)
             for name, dtype, shape, start in value["places"]
@@ -94,13 +80,8 @@ class BucketLayout:
 
 @dataclass(frozen=True, eq=False)
 class WeightBucket:
-    """Whole tensors under their Hugging Face names, in one buffer.
-
-    Iterating yields names and tensors, which are views of the buffer.
-
-    Args:
-        content: uint8 ``[layout.nbytes]``.
-    """
+    """Whole tensors under their Hugging Face names, in one buffer, uint8 ``[layout.nbytes]``.
+    Iterating yields names and tensors, which are views of the buffer."""
 
     layout: BucketLayout
     content: Tensor
@@ -110,11 +91,7 @@ class WeightBucket:
 
     @classmethod
     def pack(cls, tensors: NamedTensors, alignment: int = ALIGNMENT) -> WeightBucket:
-        """Copy tensors of one device into a bucket.
-
-        Args:
-            tensors: names and tensors, at least one.
-        """
+        """Copy tensors of one device, at least one, into a bucket."""
         named = list(tensors)
         layout = BucketLayout.plan([(n, t.dtype, t.shape) for n, t in named], alignment)
         content = torch.empty(layout.nbytes, dtype=torch.uint8, device=named[0][1].device)
@@ -123,10 +100,8 @@ class WeightBucket:
         return cls(layout, content)
 
     def by_dtype(self) -> Iterator[WeightBucket]:
-        """One bucket per dtype, without gaps between tensors.
-
-        A receiver that gets only names, dtypes and shapes computes the same layout from them.
-        """
+        """One bucket per dtype, without gaps between tensors. A receiver that gets only names,
+        dtypes and shapes computes the same layout from them."""
         groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
         for name, tensor in self:
             groups.setdefault(tensor.dtype, []).append((name, tensor))
@@ -136,10 +111,8 @@ class WeightBucket:
 
 
 def nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Round up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment

@@ -20,16 +20,9 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @dataclass(frozen=True)
 class BufferCopy:
-    """A copy of equally long runs of bytes from one buffer to another.
-
-    Args:
-        source: first byte in the source buffer.
-        target: first byte in the target buffer.
-        sizes: numbers of repetitions, outermost first; last the length of a run in bytes.
-        source_steps: distance in bytes between repetitions in the source, one for each of ``sizes``
-            but the last.
-        target_steps: the same in the target.
-    """
+    """A copy of equally long runs of bytes from one buffer to another. ``sizes`` are numbers of
+    repetitions, outermost first, and last the length of a run in bytes; the steps are distances in
+    bytes between repetitions, one for each of ``sizes`` but the last."""
 
     source: int
     target: int
@@ -38,12 +31,7 @@ class BufferCopy:
     target_steps: tuple[int, ...] = ()
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copy.
-
-        Args:
-            source: uint8, from the start of its storage, its length a multiple of 8.
-            target: uint8, likewise.
-        """
+        """Copy; both are uint8, from the start of their storages, their length a multiple of 8."""
         steps = (*self.source_steps, *self.target_steps)
         unit = math.gcd(self.source, self.target, self.sizes[-1], *steps, 8)
         sizes = (*self.sizes[:-1], self.sizes[-1] // unit)
@@ -58,12 +46,8 @@ class BufferCopy:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a contiguous tensor in a buffer.
-
-    Args:
-        first: first byte of the tensor in the buffer.
-        start: first index of the part along the dimension in which the tensor is sliced.
-    """
+    """Part of a contiguous tensor in a buffer: ``first`` byte of the tensor, and ``start`` of the
+    part along the dimension in which it is sliced."""
 
     first: int
     shape: tuple[int, ...]
@@ -71,14 +55,8 @@ class Slice:
 
 
 def slice_copy(source: Slice, target: Slice, dim: int, length: int, itemsize: int) -> BufferCopy:
-    """The copy of a part of one tensor to a part of another.
-
-    Args:
-        source, target: the parts; the tensors' shapes differ in ``dim`` only.
-        dim: dimension in which both tensors are sliced.
-        length: of the parts along ``dim``.
-        itemsize: bytes of an element.
-    """
+    """The copy of ``length`` indices along ``dim``, in which alone the tensors' shapes differ, from
+    one tensor to another."""
     inner = math.prod(source.shape[dim + 1 :]) * itemsize
     outer = math.prod(source.shape[:dim])
     first, into = source.first + source.start * inner, target.first + target.start * inner
@@ -102,7 +80,6 @@ def folded(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
 
 
 def _joined(copies: Iterable[BufferCopy]) -> list[BufferCopy]:
-    """Join runs that are adjacent in both buffers."""
     found: list[BufferCopy] = []
     for copy in sorted(copies, key=lambda copy: copy.target):
         if found and _is_adjacent(found[-1], copy):
@@ -151,12 +128,8 @@ def _repeated(copy: BufferCopy, count: int, step: tuple[int, int]) -> BufferCopy
 
 @torch.no_grad()
 def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors, contiguous ones of the same dtypes together.
-
-    Args:
-        pairs: target and source, of the same shape; dtypes may differ. The targets must not
-            overlap.
-    """
+    """Copy pairs of target and source of equal shape, contiguous ones of the same dtypes together.
+    Targets must not overlap."""
     together: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
         if not (target.is_contiguous() and source.is_contiguous()):

@@ -32,14 +32,8 @@ def value_model_entries(table: Table) -> Iterator[Entry]:
 
 
 def freeze_parameters(chunks: Sequence[Any], table: Table, patterns: Sequence[str]) -> None:
-    """Do not train the parameters whose Hugging Face names the patterns match.
-
-    Call it before DDP and the optimizer are made: both then leave these parameters out. The experts
-    of a layer are frozen together.
-
-    Args:
-        chunks: Megatron ``GPTModel`` chunks of this rank.
-    """
+    """Do not train the parameters whose Hugging Face names the patterns match, all experts of a
+    layer together. Call it before DDP and the optimizer are made: both then leave them out."""
     for chunk in chunks:
         numbers = [module.layer_number - 1 for module in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():

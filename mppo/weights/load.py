@@ -22,14 +22,9 @@ from mppo.weights.table import parameter_table
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load on this rank.
-
-    Args:
-        bytes_read: bytes read from the folder's files, in their stored dtypes.
-        fresh: parameters that keep their initial values (a value head that the folder lacks).
-        extras: tensors of the folder that no rank needs: multi-token-prediction layers, masks and
-            rotary buffers of old checkpoints, a head that the role does not use.
-    """
+    """The result of a load on this rank: stored bytes read; parameters that keep their initial
+    values (a value head that the folder lacks); and ``extras``, tensors that no rank needs, such as
+    those of multi-token-prediction layers, or masks and rotary buffers of old checkpoints."""
 
     parameters: int
     bytes_read: int
@@ -45,9 +40,6 @@ def load_hf_weights(
     coordinates: Coordinates,
 ) -> LoadReport:
     """Load this rank's chunks from a Hugging Face folder, without communication.
-
-    Args:
-        chunks: this rank's ``GPTModel`` chunks (several under interleaving).
 
     Raises:
         InputError: a tensor is missing or unknown, or its shape differs from config.json.

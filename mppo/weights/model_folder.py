@@ -29,16 +29,12 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 
 def weights_folder(path: str | Path) -> Path:
-    """The folder of weights inside a role's folder of verl (``global_step_N/actor``).
+    """The Hugging Face folder or checkpoint inside a role's folder of verl
+    (``global_step_N/actor``); any other path itself.
 
     verl with Megatron writes ``huggingface/`` with config and tokenizer, and with the weights if it
-    has a bridge, else ``dist_ckpt/`` beside it; since 2026 both are in ``model/``.
-
-    Returns:
-        The Hugging Face folder or checkpoint in it; any other path itself.
-
-    Raises:
-        InputError: the folder holds shards of FSDP, which only verl can merge.
+    has a bridge, else ``dist_ckpt/`` beside it; since 2026 both are in ``model/``. InputError: the
+    folder holds shards of FSDP, which only verl can merge.
     """
     path = Path(path)
     if (path / "config.json").exists():
@@ -57,11 +53,7 @@ def weights_folder(path: str | Path) -> Path:
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder with ``.metadata``: ``path`` itself, or the latest iteration under it.
-
-    Raises:
-        InputError: no such folder exists.
-    """
+    """``path`` or the latest iteration under it that has ``.metadata``; InputError without one."""
     path = Path(path)
     if (path / ".metadata").exists():
         return path
@@ -78,11 +70,8 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def companion_folder(path: str | Path) -> Path:
-    """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint.
-
-    Raises:
-        InputError: the path is a checkpoint without them.
-    """
+    """The folder with config.json and tokenizer of a Hugging Face folder or a checkpoint;
+    InputError for a checkpoint without them."""
     path = Path(path)
     if not is_megatron_checkpoint(path):
         return path

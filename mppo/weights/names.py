@@ -15,21 +15,14 @@ class HFNames:
     """Names of a family's parameters; the defaults are Llama's and DeepSeek-V3's.
 
     Args:
-        embedding: embeddings of the vocabulary.
         positions: learned embeddings of the positions; empty: the family has none.
-        final_norm: norm after the last layer.
-        head: vocabulary projection.
         layer: prefix of a layer, with ``{l}`` for its index.
-        attention_norm: norm before attention.
-        mlp_norm: norm before the feed-forward.
         attention_post_norm, mlp_post_norm: norms of what each half of a layer adds to the residual;
             empty: the family has none.
         qkv: projections to queries, keys and values; or one for all three, whose rows are ordered
             by head, and within a head as queries, keys and values.
-        attention_out: output projection of attention.
         mlp_in: gate and up projection, one for both (its first half is the gate), or the only
             input projection of an ungated feed-forward.
-        mlp_out: output projection of the feed-forward.
         mixture: prefix of a mixture of experts.
         expert: gate, up and output projection of an expert.
         shared: shared experts, inside the mixture.
@@ -96,6 +89,5 @@ _OTHERS = {
 
 
 def hf_names(model_type: str) -> HFNames:
-    """The names of a family."""
     traits = register.family.traits(model_type)
     return traits.names or _OTHERS.get(traits.like, _LLAMA)

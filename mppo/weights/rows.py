@@ -55,7 +55,6 @@ class Row:
 
 
 def model_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """The rows of a model."""
     names = hf_names(shape.model_type)
     rows = _embeddings(shape, names)
     matrices = _mla_attention(shape, names) if shape.mla else _attention(shape, names)
@@ -205,13 +204,8 @@ def _mla_attention(shape: ModelShape, names: HFNames) -> list[Row]:
 def _feed_forward(
     own: str, of: str, names: tuple[str, ...], width: int, shape: ModelShape, where: Where
 ) -> list[Row]:
-    """Rows of a feed-forward.
-
-    Args:
-        own, of: prefixes of the Megatron and the Hugging Face names.
-        names: of the input projections (gate and up, or only one) and of the output projection.
-        where: the kind of its layers.
-    """
+    """Rows of a feed-forward: prefixes of the Megatron and the Hugging Face names, then names of
+    the input projections (gate and up, or only one) and of the output projection."""
     *into, out = (f"{of}{name}.weight" for name in names)
     products = (1 + shape.gated) // len(into)
     wide, narrow = (products * width, shape.hidden), (shape.hidden, width)

@@ -37,21 +37,10 @@ def save_hf(
 ) -> Path | None:
     """Write the role's weights, config and tokenizer; collective over all ranks.
 
-    The files are written to a folder beside the final one, with a marker that holds their
-    checksums; it is renamed when it is complete and on disk. If a folder of that name exists, it is
-    replaced if mppo wrote it, else renamed.
-
-    Args:
-        folder: the output, on a file system that all ranks see.
-        chunks: this rank's ``GPTModel`` chunks.
-        hf_config: the model's transformers config, written if ``source`` is None.
-        source: Hugging Face folder whose config, tokenizer and generation config are copied.
-
-    Returns:
-        On the first rank, the new path of an existing folder that was renamed; else None.
-
-    Raises:
-        OSError: the disk is full or failed.
+    The files are written to a folder beside the final one, which all ranks see, with a marker that
+    holds their checksums; it is renamed when it is complete and on disk. If a folder of that name
+    exists, it is replaced if mppo wrote it, else renamed: its new path is returned on the first
+    rank. The config is copied from the Hugging Face folder ``source``; None: it is ``hf_config``.
     """
     folder = Path(folder).absolute()
     building = partial_path(folder)

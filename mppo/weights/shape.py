@@ -90,7 +90,6 @@ class ModelShape:
 
 
 def family_like(hf_config: Any) -> str:
-    """As ``ModelShape.like``, for a config of a family that is supported."""
     return register.family.traits(hf_config.model_type).like
 
 
@@ -102,11 +101,7 @@ def refuse(key: str, value: Any, why: str, fix: str) -> InputError:
 
 
 def required(hf_config: Any, key: str) -> Any:
-    """The value of ``key``.
-
-    Raises:
-        ValueError: it is absent or null.
-    """
+    """The value of ``key``; ValueError if it is absent or null."""
     value = getattr(hf_config, key, None)
     if value is None:
         raise refuse(key, value, "this family cannot be built without it", "add it to config.json")
@@ -114,11 +109,7 @@ def required(hf_config: Any, key: str) -> Any:
 
 
 def check_family(hf_config: Any) -> str:
-    """The config's ``model_type``.
-
-    Raises:
-        ValueError: the family is not supported.
-    """
+    """The config's ``model_type``; ValueError if the family is not supported."""
     return check_model_type(getattr(hf_config, "model_type", None))
 
 
@@ -139,13 +130,9 @@ def check_model_type(model_type: Any) -> str:
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Rotary settings as a flat dictionary that always has ``rope_theta`` and ``rope_type``.
-
-    Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before).
-
-    Raises:
-        ValueError: different settings per attention type.
-    """
+    """Rotary settings as a flat dictionary that always has ``rope_theta`` and ``rope_type``. Reads
+    ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before).
+    ValueError: different settings per attention type."""
     stated = getattr(hf_config, "rope_parameters", None)
     parameters = dict(stated or {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
@@ -206,14 +193,8 @@ def _first_dense_layers(hf_config: Any) -> int:
 
 
 def model_shape(hf_config: Any) -> ModelShape:
-    """Sizes of the model a config describes.
-
-    Args:
-        hf_config: a transformers config object of one of ``FAMILIES``, or of a plugin's family.
-
-    Raises:
-        ValueError: the family is not supported, or a size is missing or not divisible.
-    """
+    """Sizes of the model a transformers config describes; ValueError if the family is not
+    supported, or a size is missing or not divisible."""
     traits = register.family.traits(check_family(hf_config))
     like = traits.like
     heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")

@@ -16,12 +16,7 @@ from mppo.weights.table import LAYER_NAME, Entry, Table
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry's shard on this rank.
-
-    Args:
-        tensor: this rank's shard, a view of the module's storage.
-        size: number of shards (1: this rank holds the full parameter).
-    """
+    """One entry's shard on this rank, a view of the module's storage, one of ``size``."""
 
     entry: Entry
     tensor: Tensor
@@ -37,13 +32,8 @@ class Slot:
 def find_slots(
     chunks: Sequence[Any], table: Table, layout: Layout, coordinates: Coordinates
 ) -> list[Slot]:
-    """Match every parameter of this rank's chunks with the table.
-
-    Args:
-        chunks: Megatron ``GPTModel`` chunks of this rank.
-
-    Returns:
-        One slot per parameter (per expert inside grouped layers), in the table's order.
+    """Match every parameter of this rank's chunks with the table: one slot per parameter (per
+    expert inside grouped layers), in the table's order.
 
     Raises:
         InputError: the table lacks a parameter, the stage lacks an entry, or a shape differs.
@@ -113,7 +103,6 @@ def _slot(
 
 
 def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_expert: int) -> None:
-    """Check that every entry of this stage's layers has exactly one slot."""
     held = [slot.entry.name for slot in slots]
     if len(set(held)) != len(held):
         twice = next(name for name in held if held.count(name) > 1)
@@ -128,10 +117,8 @@ def _check_complete(slots: list[Slot], table: Table, layout: Layout, first_exper
 
 
 def assert_partition(chunks: Sequence[Any], slots: Sequence[Slot]) -> None:
-    """Assert that the table's sharded dimensions equal those in Megatron's parameter attributes.
-
-    Experts are left out: grouped layers do not set these attributes.
-    """
+    """Assert that the table's sharded dimensions equal those in Megatron's parameter attributes;
+    not of experts, as grouped layers do not set these."""
     by_storage = {slot.tensor.data_ptr(): slot for slot in slots if slot.tensor.numel()}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -29,10 +29,7 @@ from mppo.weights.table import Entry, Table, parameter_table
 
 
 class Groups(Protocol):
-    """A layout, this rank's coordinates in it, and its process groups (None: a group of one).
-
-    ``mppo.parallel.groups.LayoutGroups`` implements this protocol.
-    """
+    """A layout, this rank's coordinates in it, and its process groups (None: a group of one)."""
 
     @property
     def layout(self) -> Layout: ...
@@ -50,11 +47,8 @@ class Groups(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """Entries that must be in the same bucket, all on one pipeline stage.
-
-    ``expert`` is a local expert index: the unit holds that expert of every expert-parallel rank.
-    None: the unit holds no experts.
-    """
+    """Entries that must be in the same bucket, all on one pipeline stage. ``expert`` is a local
+    expert index: the unit holds that expert of every expert-parallel rank. None: no experts."""
 
     stage: int
     entries: tuple[Entry, ...]
@@ -63,13 +57,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Units of one stage, and the layout of their Hugging Face tensors.
-
-    Args:
-        layout: where their tensors are in the bucket.
-        copies: copies from gathered shards to the bucket, by the name of the gather; filled when
-            the bucket is first assembled.
-    """
+    """Units of one stage, and the layout of their Hugging Face tensors; ``copies`` lead from
+    gathered shards to the bucket, by the name of the gather, and are made at its first assembly."""
 
     stage: int
     units: tuple[Unit, ...]
@@ -82,11 +71,8 @@ class WeightStream:
 
     Constructing plans the buckets; collective over the pipeline. Iterating yields them with the
     parameters' current values, equal on every rank, on the model's device; collective over the
-    role. It can be repeated. A tied output projection is left out; a value head is included.
-
-    Args:
-        chunks: this rank's ``GPTModel`` chunks.
-        bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
+    role. It can be repeated. A tied output projection is left out; a value head is included. A unit
+    larger than ``bucket_bytes`` gets a bucket of its own.
     """
 
     def __init__(
@@ -224,14 +210,9 @@ class WeightStream:
         plan: BucketPlan,
         bucket: WeightBucket,
     ) -> None:
-        """Copy the blocks of shards to their places in a bucket.
-
-        Args:
-            gather: name of the gather in ``plan.copies``.
-            gathered: uint8, what ``_pack`` returned on several ranks, end to end.
-            shards: this rank's slot, the parameter on the other rank, that rank's index in the
-                slot's group, and the shard's first byte in ``gathered``.
-        """
+        """Copy the blocks of shards to their places in a bucket. ``gathered`` is uint8, what
+        ``_pack`` returned on several ranks; a shard is this rank's slot, the parameter on the other
+        rank, that rank's index in the slot's group, and its first byte in ``gathered``."""
         if gather not in plan.copies:
             plan.copies[gather] = folded(self._copies(shards, plan.layout))
         for copy in plan.copies[gather]:
@@ -240,7 +221,6 @@ class WeightStream:
     def _copies(
         self, shards: Iterable[tuple[Slot, Entry, int, int]], layout: BucketLayout
     ) -> Iterator[BufferCopy]:
-        """The copies of ``_unpack``, one for each block."""
         places = {place.name: place for place in layout.places}
         for slot, entry, rank, first in shards:
             shape, dim, offset = tuple(slot.tensor.shape), entry.cut_dim, 0
@@ -264,11 +244,7 @@ def owners(stages: Sequence[Sequence[tuple]]) -> dict[Any, int]:
 
 
 def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[Unit]:
-    """The model's units in order, each Hugging Face tensor in exactly one.
-
-    Args:
-        owner: stages, from ``owners``.
-    """
+    """The model's units in order, each Hugging Face tensor in exactly one."""
     for row in table.rows:
         if row.where == "embedding":
             yield Unit(owner[row.name], (Entry(row),))
@@ -282,12 +258,7 @@ def plan_units(table: Table, layout: Layout, owner: dict[Any, int]) -> Iterator[
 def cut_buckets(
     units: Iterable[Unit], bucket_bytes: int, itemsize: Callable[[Entry], int]
 ) -> Iterator[list[Unit]]:
-    """Cut units into buckets: each holds units of one stage.
-
-    Args:
-        bucket_bytes: most bytes of a bucket; a larger unit gets a bucket of its own.
-        itemsize: bytes of an element of a parameter.
-    """
+    """Cut units into buckets, each of one stage, with at most ``bucket_bytes`` or one unit."""
     bucket: list[Unit] = []
     total = 0
     for unit in units:
@@ -328,7 +299,6 @@ def _shifted(expert: int | None, shift: int) -> int:
 
 
 def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
-    """Every rank's ``flat``, end to end."""
     if size == 1:
         return flat
     out = torch.empty(size * len(flat), dtype=flat.dtype, device=flat.device)

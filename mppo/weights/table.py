@@ -23,10 +23,8 @@ LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
 
 @dataclass(frozen=True)
 class Entry:
-    """A row at one layer and expert: one parameter of the model, before sharding.
-
-    ``layer`` and ``expert`` are global indices from 0; None for rows outside layers or experts.
-    """
+    """A row at one layer and expert: one parameter of the model, before sharding. Global indices
+    from 0; None for rows outside layers or experts."""
 
     row: Row
     layer: int | None = None
@@ -34,13 +32,11 @@ class Entry:
 
     @cached_property
     def name(self) -> str:
-        """Megatron name with global indices."""
         prefix = "" if self.layer is None else LAYER.format(l=self.layer)
         return prefix + self.row.name.replace("{e}", str(self.expert))
 
     @cached_property
     def hf(self) -> tuple[str, ...]:
-        """Hugging Face names."""
         return tuple(name.format(l=self.layer, e=self.expert) for name in self.row.hf)
 
     @property
@@ -49,14 +45,8 @@ class Entry:
         return self.row.dim or 0
 
     def blocks(self, rank: int, size: int, groups: int, padded: int = 0) -> tuple[Block, ...]:
-        """Blocks of shard ``rank`` of ``size``.
-
-        Args:
-            rank: coordinate in the row's group; ignored for replicated rows.
-            size: size of the row's group; ignored for replicated rows.
-            groups: key-value heads.
-            padded: padded vocabulary size, for ``vocab`` rows.
-        """
+        """Blocks of shard ``rank`` of ``size`` in the row's group (ignored for replicated rows);
+        ``padded`` is the vocabulary of ``vocab`` rows."""
         lengths = tuple(shape[self.cut_dim] for shape in self.row.shapes)
         if self.row.dim is None:
             rank, size = 0, 1
@@ -72,8 +62,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of one model."""
-
     shape: ModelShape
     rows: tuple[Row, ...]
     _by_name: dict[str, Row] = field(init=False, repr=False, compare=False)
@@ -90,7 +78,6 @@ class Table:
         )
 
     def layer_entries(self, layer: int) -> Iterator[Entry]:
-        """The parameters of one decoder layer."""
         for row in self.rows:
             if self.applies(row, layer):
                 if row.where == "expert":
@@ -115,7 +102,6 @@ class Table:
         }
 
     def value_entry(self) -> Entry:
-        """The value head."""
         return next(Entry(row) for row in self.rows if row.where == "value")
 
     def projection_entry(self) -> Entry:
@@ -123,16 +109,8 @@ class Table:
         return next(Entry(row) for row in self.rows if row.where == "output")
 
     def find(self, name: str, layer: int | None, first_expert: int) -> Entry | None:
-        """The entry of a parameter of a built stage.
-
-        Args:
-            name: Megatron name; inside a layer relative to the layer.
-            layer: global index of the layer; None outside layers.
-            first_expert: global index of this rank's first expert.
-
-        Returns:
-            The entry, or None if the table has no such parameter.
-        """
+        """The entry of a parameter of a built stage, or None. Names inside a layer are relative to
+        it; layer and expert have global indices."""
         name, expert = _without_expert(name)
         row = self._by_name.get(name)
         if row is None or (row.where == "expert") != (expert is not None):
@@ -157,5 +135,4 @@ def _without_expert(name: str) -> tuple[str, int | None]:
 
 
 def parameter_table(shape: ModelShape) -> Table:
-    """The table of a model."""
     return Table(shape, model_rows(shape))

@@ -25,12 +25,9 @@ class BlockAttention:
 
     Shapes: q ``[rows, queries, heads, dim]``; k and v ``[rows, keys, groups, dim]``, where ``dim``
     of v may differ. ``offset`` is the position of the first query minus that of the first key, at
-    least 0. Outputs are float32, or float64 for float64 inputs.
-
-    Args:
-        scale: factor on scores; None is ``1 / sqrt(dim)``.
-        window: keys a query sees, itself included; None: all up to itself.
-        softcap: bound of the scores, ``softcap * tanh(scores / softcap)``; None: no bound.
+    least 0. Outputs are float32, or float64 for float64 inputs. A query sees ``window`` keys,
+    itself included. Scores have factor ``scale`` (None: ``1 / sqrt(dim)``), then become ``softcap *
+    tanh(scores / softcap)``. None: no window, no bound.
     """
 
     scale: float | None = None
@@ -38,12 +35,8 @@ class BlockAttention:
     softcap: float | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Attend to the block.
-
-        Returns:
-            Output ``[rows, queries, heads, value_dim]`` and the log-sum-exp of every query's scores
-            ``[rows, heads, queries]``; 0 and -inf for a query that sees none of the keys.
-        """
+        """Return the output ``[rows, queries, heads, value_dim]`` and the log-sum-exp of each
+        query's scores ``[rows, heads, queries]``; 0 and -inf for a query that sees no key."""
         if self._flash_fits(q, k, v, offset):
             return _flash_forward(q, k, v, offset == 0, self.scale)
         rows, queries, heads, _ = q.shape
@@ -61,15 +54,8 @@ class BlockAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offset: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the block's share of the gradients of attention on all blocks.
-
-        Args:
-            out, lse: output and log-sum-exp over all blocks.
-
-        Returns:
-            Gradients of q, k and v. Source: FlashAttention-2, algorithm 2
-            (https://arxiv.org/abs/2307.08691).
-        """
+        """Return the block's share of the gradients of q, k and v, from output and log-sum-exp over
+        all blocks. Source: FlashAttention-2, algorithm 2 (https://arxiv.org/abs/2307.08691)."""
         if self._flash_fits(q, k, v, offset):
             return _flash_backward(grad, q, k, v, out, lse, offset == 0, self.scale)
         rows, queries, heads, _ = q.shape
@@ -124,7 +110,6 @@ class BlockAttention:
         return scores
 
     def _slope(self, scores: Tensor) -> Tensor | float:
-        """Derivative of the soft-capped scores by the raw ones; 0 for masked keys."""
         if self.softcap is None:
             return 1.0
         return 1 - (scores.clamp(min=-self.softcap) / self.softcap).square()
@@ -155,7 +140,6 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_token(x: Tensor, rows: int, heads: int) -> Tensor:
-    """The inverse of :func:`_by_group`, without the cast."""
     return x.view(rows, heads, -1, x.shape[-1]).transpose(1, 2)
 
 

@@ -17,32 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextPlace:
-    """This rank's place in its context-parallel group.
-
-    Args:
-        size: ranks of the group.
-        rank: this rank's index in it.
-    """
-
     size: int
     rank: int
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The two chunks of every sequence that this rank holds."""
         return self.rank, 2 * self.size - 1 - self.rank
 
 
 @dataclass(frozen=True)
 class ContextRows:
-    """Sequences of one padded length and their range of the local tokens.
-
-    The first chunks of all rows come first, then the second chunks of all rows.
-
-    Args:
-        start: first local token.
-        chunk: tokens per chunk.
-    """
+    """Sequences of one padded length; their local tokens begin at ``start``: first the first chunks
+    of all rows, ``chunk`` tokens each, then their second chunks."""
 
     start: int
     rows: int
@@ -60,7 +46,6 @@ class ContextSplit:
     """How sequences of ``T`` tokens in all are split into ``t`` local tokens.
 
     Args:
-        place: the rank that holds the local tokens.
         rows: groups of sequences, in local order.
         origin_t: int64 ``[t]``, index of each local token among the ``T``; -1 for padding.
         positions_t: int64 ``[t]``, position of each local token in its sequence.
@@ -82,12 +67,9 @@ def split_context(
 
     Args:
         lengths: tokens of each sequence; an empty list gives one padding sequence.
-        multiple: the local token count is a multiple of this.
+        multiple: the local token count, which is the same on every rank, is a multiple of this.
         merge: whether sequences of one padded length share a ``ContextRows``; otherwise each has
             its own, in the order given (Transformer Engine's layout).
-
-    Returns:
-        The split. The local count is the same on every rank of the group.
     """
     # every sequence is padded to the same number of tokens per chunk, so ranks hold equally many
     unit = 2 * place.size
@@ -131,14 +113,8 @@ def split_context(
 
 
 def sequence_order(gathered: Tensor, rows: ContextRows, place: ContextPlace) -> Tensor:
-    """Put the gathered keys or values of a group of sequences into sequence order.
-
-    Args:
-        gathered: ``[size * t, ...]``, the local tokens of every rank.
-
-    Returns:
-        ``[rows, 2 * size * chunk, ...]``.
-    """
+    """Put the gathered keys or values of a group of sequences, ``[size * t, ...]``, into sequence
+    order: ``[rows, 2 * size * chunk, ...]``."""
     tail = gathered.shape[1:]
     by_rank = gathered.view(place.size, -1, *tail)
     part = by_rank[:, rows.start : rows.start + 2 * rows.rows * rows.chunk]

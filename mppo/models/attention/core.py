@@ -36,9 +36,7 @@ _QUERY_BLOCK = 512
 
 class _Rearrange(torch.autograd.Function):
     """``x[index]`` for an ``index`` without repeats; index ``len(x)`` (if ``padded``) reads zeros.
-
-    The backward pass is a gather too (by ``inverse``), not a scatter-add.
-    """
+    The backward pass is a gather too (by ``inverse``), not a scatter-add."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor, padded: bool) -> Tensor:
@@ -115,15 +113,8 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Packing | None = None,
     ) -> Tensor:
-        """Attend within each sequence.
-
-        Args:
-            query: ``[T, 1, heads, dim]`` or ``[T, heads, dim]``.
-            key, value: the same with their own head count and width.
-
-        Returns:
-            ``[T, 1, heads * value_dim]``.
-        """
+        """Attend within each sequence, from ``[T, 1, heads, dim]`` or ``[T, heads, dim]`` (keys and
+        values with their own head count and width) to ``[T, 1, heads * value_dim]``."""
         packing = packed_seq_params
         assert packing is not None, "PackedAttention needs a Packing"
         q, k, v = (x.flatten(0, -3) if x.dim() == 4 else x for x in (query, key, value))
@@ -175,11 +166,7 @@ class PackedAttention(torch.nn.Module):
     def _attend_chunks(
         self, rows: ContextRows, place: ContextPlace, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Attention of both local chunks of a group of sequences.
-
-        Returns:
-            ``[2 * rows * chunk, heads, value_dim]``.
-        """
+        """Attention of both local chunks of a group: ``[2 * rows * chunk, heads, value_dim]``."""
         k, v = (sequence_order(x, rows, place) for x in (k, v))
         out = []
         for part, chunk in enumerate(place.chunks):
@@ -191,15 +178,8 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(out)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of rows whose last query is at the position of the last key.
-
-        Args:
-            q: ``[rows, queries, heads, dim]``.
-            k, v: ``[rows, keys, groups, dim]``, at least as many keys as queries.
-
-        Returns:
-            ``[rows, queries, heads, value_dim]``.
-        """
+        """Causal attention of rows whose last query is at the position of the last key, with at
+        least as many keys as queries: ``[rows, queries, heads, value_dim]``."""
         if flash.fits(q, v):
             return self.flash.rows(q, k, v)
         queries, keys = q.shape[1], k.shape[1]
@@ -229,19 +209,10 @@ class PackedAttention(torch.nn.Module):
         return out.transpose(1, 2)
 
     def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of fewer queries than keys, on the CPU.
-
-        The CPU's kernel needs a mask of queries times keys, where CUDA's needs none. Queries are
-        therefore taken in blocks: their masks are slices of one, and a block reads no key that lies
-        after its last query.
-
-        Args:
-            q: ``[rows, heads, queries, dim]``.
-            k, v: ``[rows, groups, keys, dim]``.
-
-        Returns:
-            ``[rows, heads, queries, value_dim]``.
-        """
+        """Causal attention of fewer queries than keys on the CPU:
+        ``[rows, heads, queries, value_dim]``. The CPU's kernel needs a mask of queries times keys,
+        where CUDA's needs none. Queries are therefore taken in blocks: their masks are slices of
+        one, and a block reads no key that lies after its last query."""
         queries, keys = q.shape[2], k.shape[2]
         mask = torch.full((_QUERY_BLOCK, keys), -torch.inf, dtype=q.dtype)
         mask.triu_(keys - _QUERY_BLOCK + 1)
@@ -264,10 +235,8 @@ class PackedAttention(torch.nn.Module):
 
 
 def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
-    """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it.
-
-    The last query is at the position of the last key.
-    """
+    """bool ``[queries, keys]``: a query sees itself and the ``window - 1`` keys before it. The last
+    query is at the position of the last key."""
     shift = keys - queries
     ones = torch.ones(queries, keys, dtype=torch.bool, device=where)
     return ones.tril(shift).triu(shift + 1 - window)
@@ -276,17 +245,9 @@ def window_mask(queries: int, keys: int, window: int, where: torch.device) -> Te
 def softcapped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float
 ) -> Tensor:
-    """Compute attention on ``softcap * tanh(scores / softcap)``; materialises the score matrix.
-
-    Args:
-        q: ``[rows, heads, queries, dim]``.
-        k, v: ``[rows, groups, keys, dim]``.
-        mask: bool ``[queries, keys]``, True where a key is seen.
-
-    Returns:
-        ``[rows, heads, queries, dim]`` in the dtype of ``q``. Source: Gemma 2
-        (https://arxiv.org/abs/2408.00118).
-    """
+    """Compute attention ``[rows, heads, queries, dim]`` on ``softcap * tanh(scores / softcap)``
+    from k and v ``[rows, groups, keys, dim]`` and a bool mask ``[queries, keys]``, True where a key
+    is seen; materialises the score matrix. Source: Gemma 2 (https://arxiv.org/abs/2408.00118)."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)

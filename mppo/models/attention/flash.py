@@ -19,14 +19,8 @@ _WIDEST = 256
 
 @dataclass(frozen=True)
 class Flash:
-    """flash-attn's causal attention with fixed options.
-
-    Args:
-        scale: factor on scores; None is ``1 / sqrt(dim)``.
-        window: keys a query sees, itself included; None: all up to itself.
-        softcap: bound of the scores; None: no bound.
-        deterministic: whether the backward pass sums in a fixed order.
-    """
+    """flash-attn's causal attention; the options are those of ``BlockAttention``, and
+    ``deterministic`` makes the backward pass sum in a fixed order."""
 
     scale: float | None
     window: int | None
@@ -34,17 +28,9 @@ class Flash:
     deterministic: bool
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        """Causal attention of each packed sequence with itself.
-
-        Args:
-            q: ``[T, heads, dim]``, bfloat16 or float16.
-            k, v: ``[T, groups, dim]``.
-            cu_seqlens: int32 ``[B + 1]``, bounds of the sequences.
-            longest: tokens of the longest sequence.
-
-        Returns:
-            ``[T, heads, dim]``.
-        """
+        """Causal attention of each packed sequence with itself: ``[T, heads, dim]`` from bfloat16
+        or float16 queries of that shape, k and v ``[T, groups, dim]`` and int32
+        ``cu_seqlens [B + 1]``."""
         from flash_attn import (  # pyright: ignore[reportMissingImports]  # optional, GPU only
             flash_attn_varlen_func,
         )
@@ -53,15 +39,8 @@ class Flash:
         return flash_attn_varlen_func(q, k, v, *bounds, **self._options())
 
     def rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of rows whose last query is at the position of the last key.
-
-        Args:
-            q: ``[rows, queries, heads, dim]``, bfloat16 or float16.
-            k, v: ``[rows, keys, groups, dim]``.
-
-        Returns:
-            ``[rows, queries, heads, dim]``.
-        """
+        """Causal attention of rows whose last query is at the position of the last key: q
+        ``[rows, queries, heads, dim]``, bfloat16 or float16; k, v ``[rows, keys, groups, dim]``."""
         from flash_attn import (  # pyright: ignore[reportMissingImports]  # optional, GPU only
             flash_attn_func,
         )
@@ -79,10 +58,8 @@ class Flash:
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether flash-attn is installed and has a kernel for these queries and values.
-
-    It has none where their widths differ, as in MLA.
-    """
+    """Whether flash-attn is installed and has a kernel for these queries and values. It has none
+    where their widths differ, as in MLA."""
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -93,10 +70,7 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether flash-attn 2.6 or newer is installed.
-
-    The package flash-attn-4 does not count: it has another interface.
-    """
+    """Whether flash-attn 2.6 or newer is installed; flash-attn-4 has another interface."""
     try:
         found = version("flash-attn")
     except PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""MLA: the epsilon of its inner norms, rotary angles per token, and tensor parallelism without
-Transformer Engine."""
+"""MLA: epsilon of inner norms, angles per token, tensor parallelism without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -18,14 +17,11 @@ class PublishedMLA(MLASelfAttention):
     Megatron builds the norms of the down-projected queries and of the down-projected keys and
     values with ``config.layernorm_epsilon``; the published models use another epsilon (see
     ``mppo.models.families.architectures.MLA_NORM_EPSILON``). No other module inside MLA reads that
-    field, so all of them are built with a changed copy of the configuration. Transformer Engine,
-    which fuses each of the two norms with the projection that follows, reads the same field.
+    field, so all of them, also Transformer Engine's, get a changed copy of the configuration.
 
-    For sequences in Transformer Engine's format, Megatron reads their lengths from the GPU in every
-    layer, twice for the queries and twice for the keys, to select the rotary angles. Here the
-    projections receive the original packing, and ``PackedRotary`` selects the angles by position on
-    the GPU. Megatron's experimental fused kernel for MLA (``apply_rope_fusion``) does not wait
-    either, and takes Transformer Engine's format.
+    For sequences in Transformer Engine's format, Megatron reads their lengths from the GPU four
+    times in every layer, to select the rotary angles. Here the projections receive the original
+    packing, and ``PackedRotary`` selects the angles by position on the GPU.
     """
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs) -> None:
@@ -40,7 +36,6 @@ class PublishedMLA(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, position_ids=None, packed_seq_params=None, **kw
     ):
-        """Megatron's, with the original packing in place of one in Transformer Engine's format."""
         packing = packed_seq_params
         if isinstance(self.rotary_pos_emb, PackedRotary):
             packing = getattr(packing, "packing", packing)

@@ -70,18 +70,15 @@ class Packing(PackedSeqParams):
     routing: MicroRouting | None = None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the model reads."""
         found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.slots,
                  self.logits_to_keep]  # fmt: skip
         found += [x for rows in self.attention_rows for x in (rows.gather, rows.inverse)]
         return [x for x in found if x is not None]
 
     def on_device(self) -> Packing:
-        """Its copy on this rank's device."""
         return self.with_tensors(copied(self.tensors()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Packing:
-        """The same packing with copies of its ``tensors()``."""
         rest = iter(tensors)
         cu_seqlens, positions, origin = next(rest), next(rest), next(rest)
         scatter = None if self.scatter is None else next(rest)
@@ -173,11 +170,9 @@ def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of non-empty sequences, longest first, in groups that bound the padding.
-
-    A group pads every sequence to its longest. A sequence opens a new group where the padded size
-    would exceed ``_MAX_ATTENTION_PADDING`` times the group's tokens.
-    """
+    """Indices of non-empty sequences, longest first, in groups that bound the padding. A group pads
+    every sequence to its longest. A sequence opens a new group where the padded size would exceed
+    ``_MAX_ATTENTION_PADDING`` times the group's tokens."""
     order = sorted((b for b in range(len(lengths)) if lengths[b]), key=lambda b: -lengths[b])
     groups: list[list[int]] = []
     tokens = 0

@@ -30,31 +30,19 @@ def ring_attention(
     block: BlockAttention,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute causal attention of sequences that are split over a group. Collective.
-
-    Args:
-        q: ``[t, heads, dim]``, the local tokens.
-        k, v: ``[t, groups, dim]``; ``dim`` of v may differ.
-        split: positions of the local tokens in their sequences.
-        block: attention of one chunk on another.
-
-    Returns:
-        ``[t, heads, value_dim]`` in the dtype of ``q``.
-    """
+    """Compute causal attention of sequences that are split over a group. Collective. Local tokens:
+    q ``[t, heads, dim]``; k, v ``[t, groups, dim]``, where ``dim`` of v may differ. Returns ``[t,
+    heads, value_dim]`` in the dtype of ``q``."""
     return _RingAttention.apply(q, k, v, _Ring(split, block, group))
 
 
 def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
     """List the pairs of chunks between which attention is not masked out.
 
-    Args:
-        place: this rank's place in the group, for the queries.
-        source: the rank that holds the keys.
-
     Returns:
         ``(query part, key part, distance)``: which of this rank's two chunks attends to which of
-        the source's two, and the distance of their starts in chunks; the smallest distance first.
-        There are three pairs with this rank's own keys, and two with any other rank's.
+        the two of ``source``, and the distance of their starts in chunks, ascending. There are
+        three pairs with this rank's own keys, and two with any other rank's.
     """
     key_chunks = ContextPlace(place.size, source).chunks
     pairs = [
@@ -69,17 +57,9 @@ def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
 def merge_attention(
     out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention on two sets of keys into attention on both.
-
-    ``lse = log(exp(lse_1) + exp(lse_2))``, ``out = sum_i exp(lse_i - lse) out_i``.
-
-    Args:
-        out, more: ``[rows, queries, heads, dim]``.
-        lse, more_lse: ``[rows, heads, queries]``, log-sum-exp of the scores; ``lse`` is finite.
-
-    Returns:
-        Output and log-sum-exp over both sets.
-    """
+    """Merge attention on two sets of keys, outputs ``[rows, queries, heads, dim]`` with
+    log-sum-exps ``[rows, heads, queries]``: ``lse = log(exp(lse_1) + exp(lse_2))``,
+    ``out = sum_i exp(lse_i - lse) out_i``; ``lse`` is finite."""
     total = torch.logaddexp(lse, more_lse)
     shares = [(x - total).exp().transpose(1, 2)[..., None] for x in (lse, more_lse)]
     return out * shares[0] + more * shares[1], total
@@ -103,8 +83,6 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Ring:
-    """Forward and backward pass of ring attention; see :func:`ring_attention` for the fields."""
-
     split: ContextSplit
     block: BlockAttention
     group: dist.ProcessGroup
@@ -125,11 +103,8 @@ class _Ring:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the local queries, keys and values.
-
-        The accumulated gradients of a rank's keys and values follow them from rank to rank, one
-        step behind, and after the last step arrive back at the rank that owns the keys.
-        """
+        """Gradients of q, k and v. Those of a rank's keys and values follow them from rank to rank,
+        one step behind, and after the last step arrive back at their owner."""
         dq = torch.zeros_like(q, dtype=lse[0].dtype)
         kv = k.contiguous(), v.contiguous()
         arriving: _RingTransfer | None = None
@@ -164,7 +139,6 @@ class _Ring:
                     yield index, q_part, k_part, offset
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, source: int, sums: _Sums) -> None:
-        """Merge attention on a rank's keys and values into ``sums``."""
         for index, q_part, k_part, offset in self._blocks(source):
             chunk = self.split.rows[index].chunk_of
             more = self.block.forward(chunk(q, q_part), chunk(k, k_part), chunk(v, k_part), offset)

@@ -9,17 +9,10 @@ from mppo.models.attention.packing import Packing
 
 
 class PackedRotary(torch.nn.Module):
-    """One of Megatron's rotary embeddings, called with a ``Packing`` instead of a length.
-
-    Megatron passes the result of ``get_rotary_seq_len`` to ``forward``. Here that result is the
-    packing itself, so the angles are gathered by position and RoPE is one operation over all
-    sequences.
-
-    Args:
-        inner: RotaryEmbedding or YarnRotaryEmbedding.
-        per_token_dims: dimensions between the token axis and the angle: 2 for ``[T, 1, heads, d]``,
-            1 for MLA's ``[T, heads, d]``.
-    """
+    """One of Megatron's rotary embeddings, called with a ``Packing`` instead of a length. Megatron
+    passes the result of ``get_rotary_seq_len`` to ``forward``. Here that result is the packing
+    itself, so the angles are gathered by position and RoPE is one operation over all sequences.
+    ``per_token_dims`` is 2 for ``[T, 1, heads, d]`` and 1 for MLA's ``[T, heads, d]``."""
 
     def __init__(self, inner: torch.nn.Module, per_token_dims: int) -> None:
         super().__init__()
@@ -29,7 +22,6 @@ class PackedRotary(torch.nn.Module):
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, config, packed_seq_params=None
     ) -> Packing:
-        """Return the packing, in place of a length."""
         assert isinstance(packed_seq_params, Packing), "PackedRotary needs a Packing"
         return packed_seq_params
 

@@ -28,24 +28,15 @@ _OTHER_KEYS = ("hidden_activation", "activation_function")
 
 
 def activation_key(hf_config: Any) -> str:
-    """The key of config.json that names the activation.
-
-    ``hidden_act``, unless ``hidden_activation`` (Gemma) or ``activation_function`` (OPT) is set.
-    """
+    """The key of config.json that names the activation; by default ``hidden_act``."""
     named = (key for key in _OTHER_KEYS if getattr(hf_config, key, None))
     return next(named, "hidden_act")
 
 
 def activation_name(hf_config: Any) -> str:
-    """The name of the activation, a key of ``ACTIVATIONS``.
-
-    Gemma's ``hidden_act: gelu`` denotes the tanh form that its authors trained with: their
-    checkpoints were published with that key, and later code ignores it unless
-    ``hidden_activation`` is set.
-
-    Raises:
-        ValueError: the activation is not supported.
-    """
+    """The name of the activation, a key of ``ACTIVATIONS``; ValueError if it is not supported.
+    Gemma's ``hidden_act: gelu`` denotes the tanh form that its authors trained with and published
+    so; later code ignores it unless ``hidden_activation`` is set."""
     key = activation_key(hf_config)
     name = getattr(hf_config, key, None)
     if family_like(hf_config) == "gemma" and key == "hidden_act" and name == "gelu":

@@ -24,14 +24,8 @@ the default. Transformers does the same; Megatron-LM and serving engines use ``r
 
 
 def family_config(hf_config: Any) -> FamilyConfig:
-    """Translate a Hugging Face config into an architecture in Megatron's terms.
-
-    Returns:
-        The architecture, without any parallel size.
-
-    Raises:
-        ValueError: unknown family, or a setting Megatron cannot represent exactly.
-    """
+    """Translate a Hugging Face config into an architecture; ValueError for an unknown family, or a
+    setting Megatron cannot represent exactly."""
     shape = model_shape(hf_config)
     _check_biases(hf_config, shape)
     _check_quantization(hf_config)
@@ -194,7 +188,6 @@ def deepseek_v3(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 
 
 def _with_sigmoid_router(family: FamilyConfig, hf_config: Any, shape: ModelShape) -> FamilyConfig:
-    """The family with DeepSeek-V3's mixture of experts."""
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok
@@ -284,10 +277,8 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 def _with_experts(
     family: FamilyConfig, hf_config: Any, shape: ModelShape, renormalised: bool
 ) -> FamilyConfig:
-    """The family with its feed-forward layers turned into mixtures of experts.
-
-    ``renormalised``: the weights of the chosen experts sum to one (softmax after the choice).
-    """
+    """The family with feed-forward layers turned into mixtures of experts; ``renormalised``: the
+    weights of the chosen experts sum to one (softmax after the choice)."""
     if not any(shape.sparse_layers):
         return family
     chosen = hf_config.num_experts_per_tok
@@ -371,7 +362,6 @@ def _check_biases(hf_config: Any, shape: ModelShape) -> None:
 
 
 def _check_quantization(hf_config: Any) -> None:
-    """Refuse quantised weights other than fp8 blocks, which are dequantised on read."""
     stated = getattr(hf_config, "quantization_config", None)
     if stated is None:
         return

@@ -14,23 +14,19 @@ class FamilyConfig:
     """An architecture in Megatron's terms.
 
     Args:
-        model_type: the Hugging Face family name.
-        is_mla: build an ``MLATransformerConfig`` instead of a ``TransformerConfig``.
-        transformer_kwargs: architecture fields of that config (no parallel sizes, no dtypes, no
-            router training settings).
+        transformer_kwargs: architecture fields of its TransformerConfig (no parallel sizes, no
+            dtypes, no router training settings); with ``is_mla`` of an MLATransformerConfig.
         gpt_kwargs: arguments of ``GPTModel``; ``vocab_size`` is the real, unpadded one.
         config_attributes: attributes to set on the config object that are not dataclass fields.
         embedding_scale: factor on embedding outputs, rounded to the embedding's dtype (Gemma).
         final_logit_softcap: c in ``c * tanh(logits / c)``.
         attn_logit_softcap: the same c for attention scores, applied before the mask.
-        sandwich_norms: further norms after attention and after the feed-forward layer (Gemma 2,
-            GLM-4).
+        sandwich_norms: further norms after attention and after the feed-forward layer.
         parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
         position_offset: row of the learned positions that belongs to the first token (OPT).
         zero_centered_norm: norms multiply by ``1 + weight``.
-        window_size: tokens a query sees, itself included, in layers with a window.
-        window_layers: one entry per layer, True if the window applies; empty without a window.
-        activation: name of the activation, a key of ``ACTIVATIONS``.
+        window_size: tokens a query sees, itself included, in the layers of ``window_layers``.
+        activation: a key of ``ACTIVATIONS``.
         mla_norm_epsilon: epsilon of MLA's inner norms; None without MLA.
     """
 
@@ -100,7 +96,6 @@ def family_of(
 
 
 def _norm_epsilon(hf_config: Any, shape: ModelShape) -> float:
-    """The epsilon of the norms; that of OPT is fixed in its code."""
     if shape.like == "opt":
         return 1e-5
     return required(hf_config, "layer_norm_eps" if shape.biases else "rms_norm_eps")

@@ -7,12 +7,10 @@ from torch import Tensor
 
 
 class ParallelLayer(TransformerLayer):
-    """Megatron's layer with ``x = x + attention(norm_1(x)) + mlp(norm_2(x))``.
-
-    Megatron adds each half to its residual; here the second half's norm (with Transformer Engine
-    part of the first product) reads the layer's input instead of that sum. Source: GPT-NeoX-20B
-    (https://arxiv.org/abs/2204.06745).
-    """
+    """Megatron's layer with ``x = x + attention(norm_1(x)) + mlp(norm_2(x))``. Megatron adds each
+    half to its residual; here the second half's norm (with Transformer Engine part of the first
+    product) reads the layer's input instead of that sum. Source: GPT-NeoX-20B
+    (https://arxiv.org/abs/2204.06745)."""
 
     _input: Tensor | None = None
 

@@ -23,14 +23,8 @@ LLAMA3_FIXED = {
 
 
 def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Translate the rotary settings of multi-head and grouped-query attention.
-
-    Returns:
-        Arguments for ``GPTModel``, and attributes to set on the config object.
-
-    Raises:
-        ValueError: Megatron does not have the type or a constant.
-    """
+    """Translate the rotary settings of multi-head and grouped-query attention into arguments for
+    ``GPTModel``, and attributes of the config; ValueError where Megatron has no equivalent."""
     rope = _checked(hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
     part = rope.get("partial_rotary_factor", 1.0)
@@ -54,11 +48,8 @@ def plain_rope(hf_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def mla_rope(hf_config: Any) -> dict[str, Any]:
-    """Translate the rotary settings of MLA into fields of ``MLATransformerConfig``.
-
-    Raises:
-        ValueError: Megatron does not have the type or a constant.
-    """
+    """Translate the rotary settings of MLA into fields of ``MLATransformerConfig``; ValueError
+    where Megatron has no equivalent."""
     rope = _checked(hf_config)
     if rope["rope_type"] == "default":
         return {
@@ -101,11 +92,8 @@ def mla_rope(hf_config: Any) -> dict[str, Any]:
 
 
 def mla_scale_factor(hf_config: Any) -> float:
-    """The factor on MLA's scores besides ``1 / sqrt(head width)``.
-
-    ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2`` with YaRN, else 1 (DeepSeek-V2 and V3's own
-    code, ``modeling_deepseek.py``).
-    """
+    """The factor on MLA's scores besides ``1 / sqrt(head width)``: with YaRN
+    ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2``, else 1 (``modeling_deepseek.py``)."""
     rope = mla_rope(hf_config)
     factor = max(1.0, rope["rotary_scaling_factor"])
     return (0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0) ** 2

@@ -10,10 +10,8 @@ from mppo.models.norm import RMSNorm
 
 class SandwichLayer(TransformerLayer):
     """Megatron's layer with ``post_attention_layernorm`` and ``post_mlp_layernorm``.
-
     ``x = x + norm(attention(norm(x)))``, ``x = x + norm(mlp(norm(x)))``. Source: Gemma 2
-    (https://arxiv.org/abs/2408.00118).
-    """
+    (https://arxiv.org/abs/2408.00118)."""
 
     def __init__(self, config, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)

@@ -23,12 +23,7 @@ from mppo.models.heads.vocabulary import (
 
 @dataclass(frozen=True)
 class Projection:
-    """A reference's vocabulary projection, split like the policy's.
-
-    Args:
-        weight: ``[V_p, hidden]``, frozen.
-        shard: the split, with the reference's soft-cap.
-    """
+    """A reference's vocabulary projection ``[V_p, hidden]``, frozen, split like the policy's."""
 
     weight: Tensor
     shard: VocabShard
@@ -89,19 +84,13 @@ def chunked_full_kl(
     shard: VocabShard,
     reference: Projection,
 ) -> Tensor:
-    """Compute KL(policy || reference) over the vocabulary at each position.
+    """Compute KL(policy || reference) over the vocabulary at each position, float32 ``[N]`` (nats).
 
     Args:
-        hidden_N: the policy's final hidden states ``[N, hidden]``, the same on every
-            tensor-parallel rank.
-        weight: this rank's rows of its projection ``[V_p, hidden]``.
+        hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank. Their
+            gradient is this rank's share; the caller sums it over the tensor-parallel group.
+        weight: this rank's rows of the policy's projection ``[V_p, hidden]``.
         ref_hidden_N: the reference's hidden states at the same positions ``[N, ref_hidden]``.
-        shard: the split of the policy's projection.
-        reference: the reference's projection, split alike.
-
-    Returns:
-        float32 ``[N]`` (nats). The gradient of ``hidden_N`` is this rank's share; the caller sums
-        it over the tensor-parallel group.
     """
     if len(hidden_N) == 0:
         return hidden_N.sum(1).float() + 0.0 * weight.sum().float()

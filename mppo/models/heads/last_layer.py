@@ -23,7 +23,6 @@ class LastLayer(TransformerLayer):
     """
 
     def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, see above."""
         output, context = cast("tuple[Tensor, Tensor | None]", super().forward(*args, **kwargs))
         keep = _kept(kwargs)
         return output if keep is None or len(keep) else output[:0], context
@@ -37,21 +36,14 @@ class LastLayer(TransformerLayer):
 
 
 def _kept(arguments: dict[str, Any]) -> Tensor | None:
-    """``Packing.logits_to_keep`` among the arguments of a layer."""
     params = arguments["packed_seq_params"]
     return getattr(params, "packing", params).logits_to_keep
 
 
 def with_early_select(layers: list[ModuleSpec], config: TransformerConfig) -> list[ModuleSpec]:
-    """Make the last layer of a model's last chunk a :class:`LastLayer`, if possible.
-
-    The layer is not replaced in a mixture of experts, whose routing counts all tokens; if it has
-    another class (Gemma 2); or under sequence parallelism, where ranks must hold equally many
-    tokens.
-
-    Returns:
-        The layer specs, at most the last one changed.
-    """
+    """Make the last layer of a model's last chunk a :class:`LastLayer`, if possible. Not in a
+    mixture of experts, whose routing counts all tokens; nor if the layer has another class (Gemma
+    2); nor under sequence parallelism, where ranks hold equally many tokens."""
     if not layers or config.sequence_parallel or layers[-1].module is not TransformerLayer:
         return layers
     submodules = layers[-1].submodules

@@ -16,12 +16,10 @@ class PolicyOutputs:
     """A policy's outputs, float32 ``[T]`` each; 0 on tokens that are not predicted.
 
     Args:
-        logprobs_T: log-probability of token t.
-        entropy_T: entropy of the distribution token t was drawn from (nats).
+        entropy_T: of the distribution token t was drawn from (nats).
         full_kl_T: KL against the reference over the vocabulary (nats); None if the pass had no
             hidden states of the reference and computes no ``squares_T``, otherwise 0 without them.
-        squares_T: sum of the squared probabilities of the vocabulary; None if the pass computes
-            none.
+        squares_T: sum of the squared probabilities of the vocabulary; None if not computed.
     """
 
     logprobs_T: Tensor
@@ -54,7 +52,6 @@ def tensors_of(outputs: HeadOutputs) -> list[Tensor]:
 
 
 def map_outputs(outputs: HeadOutputs, function: Callable[[Tensor], Tensor]) -> HeadOutputs:
-    """The same outputs with ``function`` applied to each tensor."""
     return type(outputs)(*map(function, tensors_of(outputs)))
 
 
@@ -75,7 +72,6 @@ def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
 
 
 def num_outputs(head: Head, with_full_kl: bool, with_squares: bool) -> int:
-    """The number of tensors in the outputs of a head."""
     if head == "value":
         return 1
     return 4 if with_squares else 2 + with_full_kl

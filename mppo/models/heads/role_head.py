@@ -31,12 +31,7 @@ from mppo.weights.blocks import padded_vocab_size
 
 
 class RoleHead:
-    """Maps hidden states of a micro-batch to outputs; used on the last pipeline stage only.
-
-    Args:
-        chunk: this rank's last chunk.
-        vocab_size: size of the vocabulary without padding.
-    """
+    """Maps hidden states of a micro-batch to outputs; used on the last pipeline stage only."""
 
     def __init__(
         self, chunk: Stage, role: RoleConfig, groups: LayoutGroups, vocab_size: int
@@ -49,13 +44,8 @@ class RoleHead:
     def __call__(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> HeadOutputs:
-        """Compute outputs on the micro-batch's token axis: ``[T]`` each, 0 for unpredicted tokens.
-
-        Args:
-            hidden: the last chunk's output ``[t, 1, hidden]``.
-            batch: the batch it was cut from.
-            inputs: inputs of the pass besides the tokens.
-        """
+        """Compute outputs ``[T]`` on the micro-batch's token axis, 0 for unpredicted tokens, from
+        the last chunk's output ``[t, 1, hidden]``."""
         if self._role.head == "value":
             raw = gather_values(self._chunk.value_head(hidden[:, 0]), self._sequence_parallel)
             return self._value_outputs(self._select(raw, microbatch), microbatch)
@@ -68,16 +58,8 @@ class RoleHead:
         return self._select(gather_hidden(hidden, self._sequence_parallel), microbatch)
 
     def load_reference(self, reference: RoleHead, weights: RoleWeights, bucket_bytes: int) -> None:
-        """Keep this rank's rows of a frozen policy's projection, for the KL over the vocabulary.
-
-        Collective. The reference's layout may differ.
-
-        Args:
-            reference: the frozen policy's head.
-
-        Raises:
-            InputError: the two have different vocabularies.
-        """
+        """Keep this rank's rows of a frozen policy's projection, for the KL over the vocabulary;
+        its layout may differ, a different vocabulary raises InputError. Collective."""
         if reference._vocab_size != self._vocab_size:
             raise InputError(
                 f"ref.path: the reference's vocabulary has {reference._vocab_size} tokens, the "
@@ -100,7 +82,6 @@ class RoleHead:
     def _policy_outputs(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> list[Tensor]:
-        """The tensors of ``PolicyOutputs`` that the inputs ask for, each ``[N]``."""
         weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)
         shard = self._vocab_shard(len(weight), self._chunk.final_logit_softcap)
         if is_text:
@@ -119,7 +100,6 @@ class RoleHead:
         return outputs_N
 
     def _vocab_shard(self, rows: int, softcap: float | None) -> VocabShard:
-        """This rank's share of a projection with ``rows`` rows per tensor-parallel rank."""
         tp = self._groups.layout.tp
         return VocabShard(
             start=self._groups.coordinates.tp * rows,
@@ -139,7 +119,6 @@ class RoleHead:
         return rows_t.index_select(0, keep)
 
     def _value_outputs(self, raw_NK: Tensor, microbatch: MicroBatch) -> ValueOutputs:
-        """Values, and for a loss the logits of their histogram, from the value head's outputs."""
         histogram = self._role.histogram
         rows_Nk, has_logits = raw_NK, False
         if histogram is not None:
@@ -152,11 +131,9 @@ class RoleHead:
         return ValueOutputs(rows_kT[0], rows_kT[1:] if has_logits else None)
 
     def _complete(self, rows_kT: Tensor, microbatch: MicroBatch) -> Tensor:
-        """Sum rows on the tokens of the micro-batch over the context-parallel ranks.
-
-        Every rank of the group then computes the loss of all tokens; its gradient reaches only the
-        outputs computed here, so gradients add up over the group.
-        """
+        """Sum rows on the tokens of the micro-batch over the context-parallel ranks. Every rank of
+        the group then computes the loss of all tokens; its gradient reaches only the outputs
+        computed here, so gradients add up over the group."""
         if self._groups.layout.cp > 1 and microbatch.num_tokens:
             return reduce_from_tensor_model_parallel_region(rows_kT, self._groups.cp)
         return rows_kT

@@ -17,11 +17,8 @@ INITIALIZER_RANGE = 0.02
 
 
 class ValueHead(torch.nn.Module):
-    """Linear outputs per token without bias, computed in float32; zero before :meth:`draw`.
-
-    Args:
-        bins: outputs: 1 is a value, more are the logits of a histogram of values.
-    """
+    """Linear outputs per token without bias, in float32; zero before :meth:`draw`. One of the
+    ``bins`` is a value, more are the logits of a histogram of values."""
 
     def __init__(self, config: TransformerConfig, bins: int = 1) -> None:
         super().__init__()
@@ -31,13 +28,8 @@ class ValueHead(torch.nn.Module):
 
     @torch.no_grad()
     def draw(self, std: float, seed: int) -> None:
-        """Draw the weight from a normal distribution: the same numbers in every layout.
-
-        Args:
-            std: its standard deviation; 0 gives zeros.
-            seed: ``trainer.seed``. The numbers share nothing with those of an embedded model that
-                is drawn from the same seed.
-        """
+        """Draw the weight from a normal distribution: the same numbers in every layout, and none
+        that an embedded model draws from the same seed."""
         digest = hashlib.sha256(f"value head {seed}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
         self.weight.copy_(std * torch.randn(self.weight.shape, generator=generator))
@@ -48,11 +40,6 @@ class ValueHead(torch.nn.Module):
 
 
 def initial_std(init: ValueHeadInit, hf_config: Any) -> float:
-    """Standard deviation of a new value head's weights.
-
-    Args:
-        init: ``critic.value_head_init``.
-    """
     if init == "initializer_range":
         return getattr(hf_config, "initializer_range", INITIALIZER_RANGE)
     if init == "inverse_hidden":

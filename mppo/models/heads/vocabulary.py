@@ -41,11 +41,7 @@ class VocabShard:
 def vocabulary_logits(
     hidden: Tensor, weight: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute logits after soft-cap and temperature.
-
-    Args:
-        hidden: ``[n, hidden]``.
-        weight: ``[V_p, hidden]``.
+    """Compute logits after soft-cap and temperature from hidden ``[n, hidden]``.
 
     Returns:
         float32 logits ``[n, V_p]``, -inf in padded rows; the soft-cap's derivative ``[n, V_p]``, or
@@ -80,11 +76,7 @@ def log_sum_exp(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @torch.no_grad()
 def chunked_squares(hidden_N: Tensor, weight: Tensor, shard: VocabShard) -> Tensor:
-    """``sum_v p_v^2`` at each position, float32 ``[N]``, without a gradient.
-
-    Args:
-        hidden_N, weight, shard: as for :func:`chunked_logprobs`.
-    """
+    """``sum_v p_v^2`` at each position, float32 ``[N]``, without a gradient."""
     found = [hidden_N.new_zeros(0, dtype=torch.float32)]
     for hidden in hidden_N.split(shard.chunk):
         logits, _ = vocabulary_logits(hidden, weight, shard)
@@ -101,18 +93,10 @@ def backpropagate_logits(
     shard: VocabShard,
     grad_weight: Tensor,
 ) -> Tensor:
-    """Backpropagate through :func:`vocabulary_logits`.
-
-    Args:
-        grad: gradient of the logits, float32 ``[n, V_p]``, overwritten.
-        slope: the soft-cap's derivative; None without soft-cap.
-        hidden: ``[n, hidden]``.
-        weight: ``[V_p, hidden]``.
-        grad_weight: float32 ``[V_p, hidden]``, added to.
-
-    Returns:
-        This rank's share of the gradient of ``hidden``, ``[n, hidden]`` in the weight's dtype.
-    """
+    """Backpropagate through :func:`vocabulary_logits`. Returns this rank's share of the gradient of
+    ``hidden``, ``[n, hidden]`` in the weight's dtype, and adds to ``grad_weight``, float32
+    ``[V_p, hidden]``. ``grad`` is the float32 gradient of the logits ``[n, V_p]`` and is
+    overwritten; ``slope`` is the soft-cap's derivative."""
     if shard.temperature != 1.0:
         grad /= shard.temperature
     if slope is not None:
@@ -165,11 +149,8 @@ def _chunk_gradient(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log p(target) and entropy from hidden states; the backward pass recomputes the logits.
-
-    Each chunk is processed in a function, so that its logits are freed before the next chunk's are
-    allocated.
-    """
+    """log p(target) and entropy from hidden states; the backward pass recomputes the logits. A
+    function per chunk frees its logits before the next chunk's are allocated."""
 
     @staticmethod
     def forward(
@@ -210,16 +191,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def chunked_logprobs(
     hidden_N: Tensor, weight: Tensor, target_N: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probability of the target and entropy at each position.
+    """Compute log-probability of the target and entropy at each position, float32 ``[N]`` in nats.
 
     Args:
-        hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank.
+        hidden_N: final hidden states ``[N, hidden]``, the same on every tensor-parallel rank. Their
+            gradient is this rank's share; the caller sums it over the tensor-parallel group.
         weight: this rank's rows of the projection ``[V_p, hidden]``.
-        target_N: int64 ``[N]``, token ids.
-
-    Returns:
-        ``(logprobs_N, entropy_N)``, float32, in nats. The gradient of ``hidden_N`` is this rank's
-        share; the caller sums it over the tensor-parallel group.
+        target_N: int64 token ids.
     """
     if len(hidden_N) == 0:
         nothing = hidden_N.sum(1).float() + 0.0 * weight.sum().float()
@@ -228,10 +206,8 @@ def chunked_logprobs(
 
 
 def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
-    """Gather the last stage's output over the tensor-parallel ranks: ``[T, hidden]``.
-
-    The backward pass sums the ranks' shares of the gradient.
-    """
+    """Gather the last stage's output over the tensor-parallel ranks: ``[T, hidden]``. The backward
+    pass sums the ranks' shares of the gradient."""
     if sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
@@ -240,8 +216,7 @@ def gather_hidden(hidden: Tensor, sequence_parallel: bool) -> Tensor:
 
 
 def gather_values(values: Tensor, sequence_parallel: bool) -> Tensor:
-    """Gather the value head's outputs ``[t, bins]`` over the tensor-parallel ranks, from those of
-    their own tokens: ``[T, bins]``."""
+    """Gather the value head's ``[t, bins]`` over the tensor-parallel ranks: ``[T, bins]``."""
     if not sequence_parallel:
         return values
     return tensor_parallel.gather_from_sequence_parallel_region(

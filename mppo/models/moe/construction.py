@@ -40,7 +40,7 @@ def _pass_packing(layer, args, kwargs) -> None:
 
 
 def freeze_routers(stage: GPTModel) -> None:
-    """Do not train the router weights and the gates of shared experts."""
+    """Freeze the router weights and the gates of shared experts."""
     for router in routers([stage]):
         router.requires_grad_(False)
     for layer in moe_layers([stage]):
@@ -49,11 +49,8 @@ def freeze_routers(stage: GPTModel) -> None:
 
 
 def reduce_over_expert_data_parallel(stage: GPTModel, layout: Layout) -> None:
-    """Make Megatron sum expert gradients over the ranks that hold the same expert shard.
-
-    Megatron does this only if EP > 1. With EP = 1 it sums them over the dense data-parallel ranks,
-    which is wrong if experts are not split over TP as dense layers are (ETP != TP).
-    """
+    """Make Megatron sum expert gradients over the ranks that hold the same expert shard. With EP =
+    1 it would sum them over the dense data-parallel ranks, which is wrong if ETP != TP."""
     if layout.etp == layout.tp:
         return
     for layer in moe_layers([stage]):

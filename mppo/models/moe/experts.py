@@ -27,16 +27,8 @@ class SortedExperts(SequentialMLP):
     """``SequentialMLP`` as one autograd function, if the experts are plain gated SiLU networks."""
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor):
-        """Run the experts.
-
-        Args:
-            tokens: ``[n, h]``.
-            tokens_per_expert: int64 ``[E]``, summing to n.
-            probs: ``[n]``, router weight of each token's expert.
-
-        Returns:
-            Outputs ``[n, h]``, weighted by ``probs``; and None, as there is no bias.
-        """
+        """Return outputs ``[n, h]`` of tokens ``[n, h]``, weighted by ``probs [n]``, and no bias;
+        int64 ``tokens_per_expert [E]`` sums to n."""
         if self.num_local_experts == 1 or not is_plain(self.config):
             return super().forward(tokens, tokens_per_expert, probs)
         experts = cast("list[MLP]", list(self.local_experts))
@@ -47,11 +39,8 @@ class SortedExperts(SequentialMLP):
 
 
 def is_plain(config: TransformerConfig) -> bool:
-    """Whether the experts compute ``(silu(gate) * up * probs) @ W2`` and nothing else.
-
-    Fusing the activation and accumulating weight gradients in place do not change the results and
-    are therefore not excluded: this module and Megatron's DDP do the same.
-    """
+    """Whether the experts compute ``(silu(gate) * up * probs) @ W2`` and nothing else. Fused
+    activation and in-place weight gradients change no result and may be set."""
     extras = (
         config.add_bias_linear, config.moe_apply_probs_on_input, config.fp8, config.fp4,
         config.use_te_activation_func, config.activation_func_clamp_value,
@@ -62,11 +51,8 @@ def is_plain(config: TransformerConfig) -> bool:
 
 
 class _GatedExperts(torch.autograd.Function):
-    """Gated feed-forward networks over sorted tokens.
-
-    The tokens, the outputs of the first product and the weights are saved for the backward pass,
-    which recomputes the activation.
-    """
+    """Gated feed-forward networks over sorted tokens. The tokens, the outputs of the first product
+    and the weights are saved; the backward pass recomputes the activation."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
@@ -125,10 +111,8 @@ def _multiply(x: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor
 def _outer(
     left: Tensor, right: Tensor, counts: list[int], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """``left^T @ right`` of every expert's rows; zeros for an expert without tokens.
-
-    None where ``needs_grad`` is False.
-    """
+    """``left^T @ right`` of every expert's rows; zeros for an expert without tokens, None where
+    ``needs_grad`` is False."""
     edges = itertools.pairwise([0, *itertools.accumulate(counts)])
     return [
         left[begin:end].t() @ right[begin:end] if needed else None

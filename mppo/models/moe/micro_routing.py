@@ -15,15 +15,12 @@ class MicroRouting:
 
     Args:
         training: whether the pass belongs to forward_backward.
-        chosen: int64 ``[L, t, k]``, experts to replay; -1 leaves the choice to the router. None:
-            nothing is replayed.
-        record: ``[L, t, k]``, filled with the experts taken. None: nothing is recorded.
-        mini_batch_tokens: tokens of the mini-batch, over all ranks.
-        mini_batch_sequences: sequences of the mini-batch, over all ranks.
+        chosen: int64 ``[L, t, k]``, experts to replay; -1 leaves the choice to the router.
+        record: ``[L, t, k]``, filled with the experts taken.
+        mini_batch_tokens, mini_batch_sequences: of the mini-batch, over all ranks.
         load: float32 ``[L, E]``, each expert's share of the mini-batch's choices; None where no
             loss needs it.
-        sequence_t: int64 ``[t]``, index of each token's sequence in the micro-batch; None where no
-            loss needs it.
+        sequence_t: int64 ``[t]``, index of each token's sequence; None where no loss needs it.
         num_sequences: sequences of this micro-batch.
     """
 

@@ -20,13 +20,9 @@ class RoutingRecord:
     """Experts a role's own routers chose for a batch, in the layers of this rank.
 
     Sequences are known by their digests: equal sequences of one pass are routed equally, so the
-    record also serves any selection of sequences.
-
-    Args:
-        experts: ``[t, L, k]`` of each sequence that this data-parallel rank computed, by digest.
-        holder: data-parallel rank that computed each recorded sequence, by digest; the same on all
-            ranks.
-        nothing: ``[0, L, k]``.
+    record also serves any selection of sequences. ``experts`` is ``[t, L, k]`` of each sequence
+    that this data-parallel rank computed, ``holder`` the rank that computed it, ``nothing``
+    ``[0, L, k]``.
     """
 
     experts: dict[int, Tensor]
@@ -34,7 +30,6 @@ class RoutingRecord:
     nothing: Tensor
 
     def covers(self, digests: Sequence[int]) -> bool:
-        """Whether all these sequences are recorded."""
         return all(digest in self.holder for digest in digests)
 
     def share(
@@ -68,14 +63,7 @@ class RoutingRecord:
 def record_of(
     batch: Sequences, plan: MicroBatchPlan, experts: Tensor, numbers: Sequence[int], place: int
 ) -> RoutingRecord:
-    """Make a record of the sequences of a plan.
-
-    Args:
-        plan: micro-batches of every data-parallel rank.
-        experts: ``[T', L, k]`` for the tokens of this rank's sequences.
-        numbers: these sequences, in the order of their tokens.
-        place: this data-parallel rank.
-    """
+    """Make a record of this rank's sequences of a plan, whose ``experts`` are ``[T', L, k]``."""
     digests = sequence_digests(batch).tolist()
     holder: dict[int, int] = {}
     for rank, parts in enumerate(plan):

@@ -23,13 +23,8 @@ from mppo.models.moe.micro_routing import MicroRouting
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """Coefficients of the losses on the router's scores; 0 switches a loss off.
-
-    Args:
-        balance: coefficient of the load-balancing loss over the mini-batch.
-        sequence_balance: coefficient of the same within each sequence, averaged over sequences.
-        z: coefficient of the mean squared log-sum-exp of the logits.
-    """
+    """Coefficients of the losses on the router's scores, 0 without: balance of the load over the
+    mini-batch, the same within each sequence, and the mean squared log-sum-exp of the logits."""
 
     balance: float = 0.0
     sequence_balance: float = 0.0
@@ -37,20 +32,13 @@ class AuxiliaryLoss:
 
     @property
     def on(self) -> bool:
-        """Whether any loss is used."""
         return bool(self.balance or self.sequence_balance or self.z)
 
 
 class LayerLoad:
-    """Counters of one layer's router since they were last reset.
-
-    Args:
-        num_experts: E.
-
-    Attributes:
-        sums: float64 ``[E + 4]``: tokens per expert; routed tokens; replayed choices that the
-            router itself would not have made; replayed choices; sum of the auxiliary losses.
-    """
+    """Counters of one layer's router since they were last reset, float64 ``[E + 4]``: tokens per
+    expert; routed tokens; replayed choices that the router itself would not have made; replayed
+    choices; sum of the auxiliary losses."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.sums = torch.zeros(num_experts + 4, dtype=torch.float64, device=device)
@@ -66,7 +54,6 @@ class LayerLoad:
         self.sums[-2] += replayed
 
     def add_auxiliary(self, loss: Tensor) -> None:
-        """Add a micro-batch's auxiliary losses."""
         self.sums[-1] += loss.detach()
 
 
@@ -83,11 +70,8 @@ class _Attach(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Megatron's router with replay, recording and exact auxiliary losses.
-
-    Attributes:
-        packing: of the micro-batch; a hook of the layer sets it before each forward pass.
-    """
+    """Megatron's router with replay, recording and exact auxiliary losses; a hook of the layer sets
+    ``packing`` before each forward pass."""
 
     # Megatron annotates these as optional; the last two are None without an expert bias
     num_experts: int
@@ -105,14 +89,7 @@ class Router(TopKRouter):
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)
 
     def prepare(self, row: int, losses: AuxiliaryLoss) -> LayerLoad:
-        """Connect the router to its role.
-
-        Args:
-            row: index of the layer among the rank's MoE layers.
-
-        Returns:
-            The counters that the router will update.
-        """
+        """Connect the router, ``row`` among this rank's MoE layers, to its role."""
         self.row = row
         self.losses = losses
         self.load = LayerLoad(self.num_experts, self.weight.device)
@@ -163,10 +140,8 @@ class Router(TopKRouter):
         return probs, routing_map
 
     def _counters(self, routing: MicroRouting) -> LayerLoad | None:
-        """The counters, in one forward pass per micro-batch; None in the others.
-
-        With recomputation a training pass runs forward twice: first without gradient, not counted.
-        """
+        """The counters, in one forward pass per micro-batch; None in the others. With recomputation
+        a training pass runs forward twice: first without gradient, not counted."""
         return self.load if routing.training == torch.is_grad_enabled() else None
 
     def _loss(self, logits: Tensor, real_n: Tensor, routing: MicroRouting) -> Tensor:
@@ -200,9 +175,7 @@ class Router(TopKRouter):
 
     def _sequence_load(self, chosen: Tensor, routing: MicroRouting) -> Tensor:
         """Per token, each expert's share of its sequence's choices over the length: ``[n, E]``.
-
-        Sequences may be split over context- and sequence-parallel ranks.
-        """
+        Sequences may be split over context- and sequence-parallel ranks."""
         assert routing.sequence_t is not None, "RoleRouting.before_update numbers the sequences"
         sequence_n = self._local(routing.sequence_t, len(chosen))
         counts = torch.zeros(
@@ -215,7 +188,6 @@ class Router(TopKRouter):
         return (counts * self.topk / choices.square().clamp_min(1.0))[sequence_n]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count tokens for the update of the expert bias, without padding."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             real_n = self._local(self.packing.origin, len(routing_map)) >= 0
             self.local_tokens_per_expert += (routing_map & real_n[:, None]).sum(0)

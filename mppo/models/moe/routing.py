@@ -39,14 +39,8 @@ from mppo.safety.input_error import InputError
 
 
 class RoleRouting:
-    """Routing of one role on one rank.
-
-    Args:
-        stages: this rank's chunks.
-        replay: which choices the update replays.
-        config: Megatron's configuration. It must not recompute a router apart from its layer, as
-            the router would then read another micro-batch's packing.
-    """
+    """Routing of one role on one rank. The configuration must not recompute a router apart from its
+    layer, as the router would then read another micro-batch's packing."""
 
     def __init__(
         self,
@@ -92,13 +86,8 @@ class RoleRouting:
         return replace(batch, digest_B=sequence_digests(batch)) if self.records else batch
 
     def replayed_layers(self, batch: Sequences) -> list[list[int]] | None:
-        """Decoder layers whose choices of the engine each pipeline stage replays (R3).
-
-        Collective on the first call.
-
-        Raises:
-            InputError: see :meth:`_check_choices`.
-        """
+        """Decoder layers whose choices of the engine each pipeline stage replays (R3); InputError
+        if the batch carries none that fit. Collective on the first call."""
         if self._replay != "R3":
             return None
         self._check_choices(batch)
@@ -108,7 +97,6 @@ class RoleRouting:
         return self._stage_layers
 
     def before_forward(self, batch: Sequences, microbatches: Sequence[MicroBatch]) -> None:
-        """Prepare a forward-only pass."""
         carried = self._carried(batch) if self._replay == "R3" else None
         for microbatch in microbatches:
             routing = MicroRouting(training=False)
@@ -149,7 +137,6 @@ class RoleRouting:
     def before_update(
         self, batch: Sequences, plan: MicroBatchPlan, microbatches: Sequence[MicroBatch]
     ) -> None:
-        """Prepare a pass with gradient over one mini-batch."""
         indices = _planned(plan)
         lengths_B = batch.lengths_B[torch.tensor(indices, dtype=torch.int64)]
         taken = load = None
@@ -177,11 +164,9 @@ class RoleRouting:
             microbatch.packing.routing = routing
 
     def move_expert_biases(self) -> None:
-        """Move the biases towards an even load, by the last pass with gradient; collective.
-
-        ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), the same on all ranks of a
-        pipeline stage.
-        """
+        """Move the biases towards an even load, by the last pass with gradient:
+        ``b_e += rate * sign(mean load - load_e)`` (arXiv:2408.15664), equal in a stage.
+        Collective."""
         rate = self._config.moe_router_bias_update_rate
         if rate == 0 or not self._biased:
             return
@@ -191,18 +176,14 @@ class RoleRouting:
             router.expert_bias.copy_(bias)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Metrics of balance and replay since the last call; collective.
+        """Metrics of balance and replay since the last call, the same on every rank. Collective.
 
-        Args:
-            name: the role's name, prefix of every metric.
-
-        Returns:
-            The same on every rank. Per layer (``moe/layer_<n>/...``) and as the mean over layers:
-            ``max_vio``, ``min_vio`` and ``avg_vio``, the load of the most loaded, the least loaded
-            and the average expert relative to an even load, minus one (in absolute value for the
-            average); ``dropped``, share of choices beyond capacity. Over all layers only:
-            ``replay_differing``, share of replayed choices that the router would not have made;
-            ``aux_loss``, mean over mini-batches of the sum over layers.
+        Per layer (``moe/layer_<n>/...``) and as the mean over layers: ``max_vio``, ``min_vio`` and
+        ``avg_vio``, the load of the most loaded, the least loaded and the average expert relative
+        to an even load, minus one (in absolute value for the average); ``dropped``, share of
+        choices beyond capacity. Over all layers only: ``replay_differing``, share of replayed
+        choices that the router would not have made; ``aux_loss``, mean over mini-batches of the sum
+        over layers.
         """
         sums = torch.zeros(self._config.num_layers, self._num_experts + 4, dtype=torch.float64)
         for layer, load in zip(self._layers, self._loads):
@@ -222,7 +203,6 @@ class RoleRouting:
 
     @property
     def _layers(self) -> list[int]:
-        """Indices of this rank's MoE layers among the model's decoder layers."""
         numbers = [router.layer_number for router in self._routers]
         return [number - 1 for number in numbers if number is not None]
 
@@ -236,12 +216,8 @@ class RoleRouting:
         return self._config.sequence_parallel or self._groups.coordinates.tp == 0
 
     def _chosen(self, experts_T: Tensor, held: Sequences, microbatch: MicroBatch) -> Tensor:
-        """Choices to replay for the local tokens of a micro-batch: int64 ``[L, t, k]``.
-
-        Args:
-            experts_T: ``[T, L, k]`` on the tokens of ``held``.
-            held: sequences with the micro-batch's.
-        """
+        """Choices to replay for the local tokens of a micro-batch, int64 ``[L, t, k]``, from those
+        of the tokens of ``held``, ``[T, L, k]``."""
         chosen = self._numbers(experts_T[microbatch.tokens_in(held)]).transpose(0, 1)
         # padding tokens, whose origin is -1, read this last row: no replay
         padding = chosen.new_full((len(chosen), 1, chosen.shape[2]), -1)
@@ -257,13 +233,8 @@ class RoleRouting:
         return numbers
 
     def _load(self, experts_T: Tensor) -> Tensor:
-        """Each expert's share of the known choices of a mini-batch: float32 ``[L, E]``.
-
-        Collective in a stage.
-
-        Args:
-            experts_T: ``[T', L, k]``, the choices of this data-parallel rank's sequences.
-        """
+        """Each expert's share of the known choices of a mini-batch, float32 ``[L, E]``, from those
+        of this rank's sequences ``[T', L, k]``. Collective in a stage."""
 
         def count(row: Tensor) -> Tensor:
             return torch.bincount(row[row >= 0], minlength=self._num_experts)
@@ -276,11 +247,8 @@ class RoleRouting:
         return sums[:-1].view_as(counts).float() / sums[-1]
 
     def _taken(self, batch: Sequences, plan: MicroBatchPlan) -> tuple[Tensor, Sequences]:
-        """Choices to replay for this rank's sequences of a plan. Collective in a stage.
-
-        Returns:
-            ``[T', L, k]``, and the sequences that have these tokens.
-        """
+        """Choices ``[T', L, k]`` to replay for this rank's sequences of a plan, and these
+        sequences. Collective in a stage."""
         place = self._groups.coordinates.dp
         shares = [sorted(index for part in parts for index in part) for parts in plan]
         share = select_held(batch, shares[place])
@@ -293,11 +261,7 @@ class RoleRouting:
         return self._record.share(digests, lengths, shares, place, group), share
 
     def _carried(self, batch: Sequences) -> tuple[Tensor, Sequences]:
-        """The engine's choices in the layers of this rank, ``[T, L, k]``, and the batch.
-
-        Raises:
-            InputError: see :meth:`_check_choices`.
-        """
+        """The engine's choices in the layers of this rank, ``[T, L, k]``, and the batch."""
         if batch.expert_layers is None:
             self._check_choices(batch)
             return batch.routed_experts_T[:, self._layers], batch
@@ -305,11 +269,7 @@ class RoleRouting:
         return batch.routed_experts_T, batch
 
     def _check_choices(self, batch: Sequences) -> None:
-        """Check that the batch carries the engine's choices for this model.
-
-        Raises:
-            InputError: it carries none, or those of another model.
-        """
+        """Raise InputError unless the batch carries the engine's choices for this model."""
         expected = (self._config.num_layers, self._config.moe_router_topk)
         carried = tuple(batch.routed_experts_T.shape[1:])
         if carried != expected:
@@ -321,7 +281,6 @@ class RoleRouting:
 
 
 def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
-    """The losses that a role's section of the recipe sets."""
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     return AuxiliaryLoss(
         balance=coefficient if kind == "aux_loss" else 0.0,
@@ -331,11 +290,8 @@ def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
 
 
 def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
-    """Metrics from ``[layers, E + 4]`` sums (see ``LayerLoad``); rows without tokens are left out.
-
-    Returns:
-        See ``RoleRouting.metrics``.
-    """
+    """``RoleRouting.metrics`` from ``[layers, E + 4]`` sums (see ``LayerLoad``); rows without
+    tokens are left out."""
     load, (tokens, differing, replayed, auxiliary) = sums[:, :-4], sums[:, -4:].T
     layers = tokens.nonzero()[:, 0].tolist()
     if not layers:

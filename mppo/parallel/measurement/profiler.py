@@ -17,15 +17,9 @@ _MOST_EVENTS = 100_000
 
 @contextmanager
 def profiling(folder: Path, step: int, rank: int) -> Iterator[None]:
-    """Profile what happens inside the context.
-
-    Writes ``step_N_rank_R.json.gz`` for Perfetto and, on a GPU, ``step_N_rank_R.pickle`` for
-    https://pytorch.org/memory_viz. If the context is left by an exception, the trace is written
-    too.
-
-    Args:
-        folder: folder of the files; created if it does not exist.
-    """
+    """Profile what happens inside the context, also if it is left by an exception. Writes
+    ``step_N_rank_R.json.gz`` for Perfetto and, on a GPU, ``step_N_rank_R.pickle`` for
+    https://pytorch.org/memory_viz."""
     from torch.profiler import ProfilerActivity, profile
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,9 @@ from mppo.parallel import device
 
 
 class StreamTimer:
-    """A clock of the current stream; on the CPU, of the process.
-
-    A wait for the device would also wait for messages that other ranks have not sent yet. On CUDA
-    the times are therefore those of events on the stream, which are read when all work is done.
-    """
+    """A clock of the current stream; on the CPU, of the process. A wait for the device would also
+    wait for messages that other ranks have not sent yet. On CUDA the times are therefore those of
+    events on the stream, which are read when all work is done."""
 
     def __init__(self) -> None:
         device.synchronize()
@@ -23,12 +21,8 @@ class StreamTimer:
         self._began = time.time()
 
     def mark(self) -> Callable[[], float]:
-        """Mark this point.
-
-        Returns:
-            A function that returns the time in seconds since 1970 at which the stream has reached
-            the point. It must have reached it; wait for the device before.
-        """
+        """Return a function that returns the time in seconds since 1970 at which the stream reached
+        this point; wait for the device before you call it."""
         if self._origin is None:
             now = time.time()
             return lambda: now

@@ -12,23 +12,15 @@ import torch
 from mppo.safety.input_error import InputError
 
 _LEAST_DRIVER = {12: 525, 13: 580}
-"""Oldest driver branch for a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version
-compatibility)."""
+"""Oldest driver branch for a major version of CUDA (NVIDIA, "CUDA Compatibility")."""
 _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of ``CUDA_VISIBLE_DEVICES`` that hide all GPUs on purpose."""
 _DEVICE_FILES, _DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 
 
 def gpus_of_node(environ: Mapping[str, str] | None = None, files: Path = _DEVICE_FILES) -> int:
-    """Number of GPUs that this process should be able to use.
-
-    The larger of the device files ``nvidia0``, ``nvidia1``, ... and ``SLURM_GPUS_ON_NODE``; 0 if
-    ``CUDA_VISIBLE_DEVICES`` hides them.
-
-    Args:
-        environ: environment variables; None: this process's own.
-        files: the folder of the device files.
-    """
+    """Number of GPUs that this process should be able to use: the larger of the device files
+    ``nvidia0``, ... and ``SLURM_GPUS_ON_NODE``; 0 if ``CUDA_VISIBLE_DEVICES`` hides them."""
     environ = os.environ if environ is None else environ
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
         return 0
@@ -48,12 +40,7 @@ def driver_version(file: Path = _DRIVER) -> str:
 
 
 def driver_fault(driver: str, cuda: str | None) -> str:
-    """Say why a driver is too old for torch's CUDA; empty if it is not, or if one is unknown.
-
-    Args:
-        driver: from ``driver_version``.
-        cuda: ``torch.version.cuda``, such as ``13.0``; None: torch is built for the CPU.
-    """
+    """Why a driver is too old for torch's CUDA, such as ``13.0``; empty if not, or unknown."""
     if not driver or not cuda:
         return ""
     needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), 0)
@@ -63,14 +50,7 @@ def driver_fault(driver: str, cuda: str | None) -> str:
 
 
 def unusable_gpus(gpus: int, devices: int, driver: str, cuda: str | None) -> tuple[str, str] | None:
-    """Say why torch sees no GPU on a node that has some; None if it sees one or there is none.
-
-    Args:
-        gpus: from ``gpus_of_node``.
-        devices: GPUs that torch sees.
-        driver: from ``driver_version``.
-        cuda: as in ``driver_fault``.
-    """
+    """Say why torch sees no GPU on a node that has some; None if it sees one or there is none."""
     if devices or not gpus:
         return None
     if cuda is None:
@@ -81,11 +61,7 @@ def unusable_gpus(gpus: int, devices: int, driver: str, cuda: str | None) -> tup
 
 
 def check_gpus() -> None:
-    """Check that torch can use this node's GPUs, if the node has some.
-
-    Raises:
-        InputError: it cannot; without this check the run would start on the CPU.
-    """
+    """Raise InputError if this node has GPUs that torch cannot use: the CPU would be used."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = gpus_of_node()
     fault = unusable_gpus(gpus, devices, driver_version(), torch.version.cuda)

@@ -19,15 +19,8 @@ _before: frozenset[int] | None = None
 
 
 def cores_near(gpu: str, allowed: frozenset[int], sysfs: Path = SYSFS) -> frozenset[int]:
-    """The cores of a GPU's NUMA node.
-
-    Args:
-        gpu: PCI address, such as ``0000:3b:00.0``.
-        sysfs: where the kernel describes the machine.
-
-    Returns:
-        ``allowed`` if the kernel does not know the GPU's node, or the node has none of them.
-    """
+    """The cores of the NUMA node of a GPU, given by its PCI address, such as ``0000:3b:00.0``;
+    ``allowed`` if the kernel does not know the node, or the node has none of them."""
     try:
         node = int((sysfs / "bus/pci/devices" / gpu.lower() / "numa_node").read_text())
         cores = _core_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
@@ -46,10 +39,8 @@ def _core_list(text: str) -> frozenset[int]:
 
 
 def bind(gpu: str, sysfs: Path = SYSFS) -> None:
-    """Bind this process to the cores near its GPU; no effect where the system cannot.
-
-    Call it before the process has further threads, which keep the cores they started with.
-    """
+    """Bind this process to the cores near its GPU; no effect where the system cannot. Call it
+    before the process has further threads, which keep the cores they started with."""
     global _before
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -62,10 +53,8 @@ def bind(gpu: str, sysfs: Path = SYSFS) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Let processes that this thread starts in this context use the cores of before ``bind``.
-
-    A rollout server may use GPUs of several NUMA nodes.
-    """
+    """Let processes that this thread starts in this context use the cores of before ``bind``. A
+    rollout server may use GPUs of several NUMA nodes."""
     if _before is None:
         yield
         return

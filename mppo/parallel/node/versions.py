@@ -13,12 +13,8 @@ from mppo.safety.input_error import InputError
 
 @dataclass(frozen=True)
 class Package:
-    """A package's versions.
-
-    Args:
-        tested: the version that the tests run with; empty: they do not run it.
-        works: versions with which mppo starts; others lack modules or fields that it uses.
-    """
+    """A package's versions: the one that the tests run with (empty: they do not run it), and those
+    with which mppo starts; others lack modules or fields that it uses."""
 
     tested: str
     works: str
@@ -43,17 +39,9 @@ def installed_version(package: str) -> str:
 
 
 def check_versions(installed: dict[str, str] | None = None) -> str:
-    """Check that mppo works with the installed packages.
-
-    Args:
-        installed: version by name in ``PACKAGES``, empty for none; None: this environment's.
-
-    Returns:
-        One line on packages of other versions than the tested ones; empty if there are none.
-
-    Raises:
-        InputError: with a version mppo does not work; the message names found and wanted ones.
-    """
+    """Check that mppo works with the installed packages (name and version; None: this
+    environment's). Returns one line on packages of other versions than the tested ones, or an empty
+    one. InputError: mppo does not work with a version."""
     if installed is None:
         installed = {name: installed_version(name) for name in PACKAGES}
     found = {name: text for name, text in installed.items() if text}

@@ -15,21 +15,9 @@ BY_AGE = "critic/vf_explained_var_by_age/"
 def moments_by_age(
     errors_T: Tensor, returns_T: Tensor, mask_T: Tensor, batch: Batch, step: int, bound: int
 ) -> dict[int, tuple[Moments, Moments]]:
-    """Moments of errors and returns of the tokens of each age, if a batch has several ages.
-
-    Collective.
-
-    Args:
-        errors_T: float ``[T]``, returns less values.
-        returns_T: float ``[T]``.
-        mask_T: float ``[T]``, 1 on the tokens that count.
-        batch: the batch of these tokens, of which each rank holds some.
-        step: the PPO step; weights of version ``step - 1`` are of age 0.
-        bound: the oldest age (``rollout.max_staleness``).
-
-    Returns:
-        By age, ascending; {} if all tokens are of one age.
-    """
+    """Moments of errors (returns less values) and returns of the tokens of each age, ascending; {}
+    if all tokens are of one age. Collective. Weights of version ``step - 1`` are of age 0;
+    ``bound`` is the oldest age (``rollout.max_staleness``)."""
     if not bound:
         return {}
     table = {}

@@ -23,21 +23,9 @@ mean over tokens of the distance between the two."""
 def calibration_metrics(
     values_T: Tensor, returns_T: Tensor, mask_T: Tensor, batch: Batch, of_values: Moments
 ) -> dict[str, float]:
-    """Mean value and mean return of each tenth of the tokens, in order of their values.
-
+    """Mean value and mean return of each tenth of the tokens, in order of their values. Collective.
     Equal values are in one group, so that groups may be empty: those have no metrics. Tokens are
-    counted in cells of a thousandth of the range. Collective.
-
-    Args:
-        values_T: float ``[T]``.
-        returns_T: float ``[T]``.
-        mask_T: float ``[T]``, 1 on the tokens that count.
-        batch: the batch of these tokens, of which each rank holds some.
-        of_values: moments of the values over all ranks.
-
-    Returns:
-        Metrics by name; {} without tokens.
-    """
+    counted in cells of a thousandth of the range; ``of_values`` are moments over all ranks."""
     if not of_values.count:
         return {}
     inside_T = mask_T > 0

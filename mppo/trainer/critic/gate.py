@@ -25,11 +25,7 @@ class ValueGate:
     are new in every step. Of dumps (``trainer.replay``), which come again in every pass, the last
     ``batches`` are held out: they are judged and never learnt.
 
-    Args:
-        threshold: ``trainer.value_gate.explained_var``.
-        batches: ``trainer.value_gate.batches``.
-        dumps: steps of the replay; 0: responses are generated.
-        in_a_row: batches that have reached the threshold since the last one that did not.
+    ``dumps`` are the steps of the replay; 0: responses are generated.
     """
 
     threshold: float
@@ -39,7 +35,6 @@ class ValueGate:
 
     @property
     def holds(self) -> bool:
-        """Whether the gate holds."""
         return self.in_a_row >= self.batches
 
     def holds_out(self, step: int) -> bool:
@@ -47,14 +42,8 @@ class ValueGate:
         return bool(self.dumps) and (step - 1) % self.dumps >= self.dumps - self.batches
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Judge the batch of a step; a batch without an explained variance does not count.
-
-        Args:
-            metrics: of the batch, from before its update.
-
-        Returns:
-            The metric ``critic/gate_batches``.
-        """
+        """Judge the batch of a step by its metrics from before the update; a batch without an
+        explained variance does not count. Returns ``critic/gate_batches``."""
         explained = [metrics[name] for name in MEASURES if name in metrics]
         is_new = not self.dumps or self.holds_out(step)
         if is_new and len(explained) == len(MEASURES):
@@ -62,20 +51,15 @@ class ValueGate:
         return {IN_A_ROW: float(self.in_a_row)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a checkpoint."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
         self.in_a_row = int(state["in_a_row"])
 
 
 def value_gate(recipe: Recipe) -> ValueGate | None:
-    """The gate of a run; None if it is no value pretraining.
-
-    Raises:
-        ConfigError: a replay has too few steps to hold some out.
-    """
+    """The gate of a run; None if it is no value pretraining. ConfigError: a replay has too few
+    steps to hold some out."""
     if not recipe.pretrains_value:
         return None
     gate, replay = recipe.trainer.value_gate, recipe.trainer.replay

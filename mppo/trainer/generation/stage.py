@@ -29,14 +29,8 @@ from mppo.trainer.selection import first_groups, informative_sequences
 
 @dataclass(frozen=True)
 class Rollout:
-    """Scored responses to one or several batches of prompts.
-
-    Args:
-        episodes: ``rollout.n`` for each prompt.
-        batch: the same, packed and shared out.
-        baseline_B: score of a greedy response to each sequence's prompt; empty without one.
-        greedy: these greedy responses.
-    """
+    """Scored responses, ``rollout.n`` for each prompt, and the same packed and shared out.
+    ``baseline_B`` has the score of a greedy response to each sequence's prompt, or is empty."""
 
     episodes: list[Episode]
     batch: Batch
@@ -45,12 +39,9 @@ class Rollout:
 
 
 class DynamicSampling:
-    """Collects scored batches until an iteration has enough groups to train on.
-
-    One batch is enough unless ``algorithm.filter_groups`` is enabled (DAPO, arXiv 2503.14476). Then
-    batches are collected until as many groups as a batch has prompts have scores that differ, up to
-    ``max_num_gen_batches``.
-    """
+    """Collects scored batches until an iteration has enough groups to train on: one, or with
+    ``algorithm.filter_groups`` (DAPO, arXiv 2503.14476) until as many groups as a batch has prompts
+    have scores that differ, up to ``max_num_gen_batches`` batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._filter, self._size = recipe.algorithm.filter_groups, recipe.data.train_batch_size
@@ -61,21 +52,17 @@ class DynamicSampling:
 
     @property
     def needs_more(self) -> bool:
-        """Whether another batch must be generated."""
         return self._batches_left > 0 and self._informative < self._size
 
     @property
     def is_last(self) -> bool:
-        """Whether the batch generated next is the last one allowed."""
         return self._batches_left == 1
 
     @property
     def ended_early(self) -> bool:
-        """Whether fewer batches than allowed were enough."""
         return self._batches_left > 0
 
     def add(self, rollout: Rollout) -> None:
-        """Add a batch."""
         self._batches_left -= 1
         self._found.append(rollout)
         batch = rollout.batch
@@ -83,10 +70,7 @@ class DynamicSampling:
         self._informative += len(batch.group_B[chosen].unique())
 
     def result(self) -> tuple[Rollout, dict[str, float]]:
-        """Return the data to train on and its metrics.
-
-        The data is the one batch, or with ``filter_groups`` the groups whose scores differ.
-        """
+        """The data to train on (with ``filter_groups``, of groups of differing scores); metrics."""
         everything = _joined(self._found)
         episodes = everything.episodes
         metrics = reward_metrics(episodes, everything.greedy)
@@ -119,11 +103,7 @@ def _joined(parts: Sequence[Rollout]) -> Rollout:
 
 
 def roll_out(run: Run, step: int, last: bool) -> Rollout:
-    """Generate and score responses to the next batch of prompts. Collective.
-
-    Args:
-        last: whether this is the step's last batch; training then begins.
-    """
+    """Generate and score responses to the next prompts, the step's ``last`` or not. Collective."""
     with run.stage("gen", step):
         pending, run.ahead = run.ahead or submit(run, step, updates=0), None
         prompts, keys, episodes = collect(run, pending)
@@ -145,7 +125,6 @@ def roll_out(run: Run, step: int, last: bool) -> Rollout:
 
 
 def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
-    """Pack scored episodes and share them out. Collective."""
     # as in TRL, a response of maximal length has no end slot for its score
     end_slots_below, algorithm = 0, run.recipe.algorithm
     if algorithm.score_after_end:
@@ -157,11 +136,8 @@ def pack_scored(run: Run, episodes: list[Episode]) -> Batch:
 
 
 def _reward_parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
-    """``Batch.parts_B``: these numbers of each score; a response without a score has it for each.
-
-    Raises:
-        InputError: the reward function returned no number of such a name.
-    """
+    """``Batch.parts_B``: these numbers of each score, or the score of a response without one;
+    InputError if the reward function returned no number of such a name."""
     rows = []
     for episode in episodes:
         score = episode.scored
@@ -182,17 +158,14 @@ def _reward_parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
 def generate(
     run: Run, prompts: Sequence[Prompt], sampling: SamplingConfig, step: int
 ) -> list[Episode]:
-    """Generate responses to the prompts."""
     limit = run.recipe.data.max_response_length
     seed = sampling_seed(run.recipe.trainer.seed, step)
     return run.engine.generate(GenerationRequest(prompts, sampling, limit, seed))
 
 
 def show_errors(reporter: Reporter, step: int, episodes: Sequence[Episode]) -> None:
-    """Report how many responses could not be scored, with the first error, and how many score 0.
-
-    One line for errors, and one for each reason in ``UNSCORED`` for which responses score 0.
-    """
+    """Report how many responses could not be scored, with the first error, and for each reason in
+    ``UNSCORED`` how many score 0."""
     answers = [each for each in episodes if each.scored.error is None]
     for reason, count in unscored(answers).items():
         if count:

@@ -20,15 +20,10 @@ from mppo.trainer.run import PendingRollout, Run
 
 
 def submit(run: Run, step: int, updates: int) -> PendingRollout:
-    """Start generating and scoring responses to the prompts of a step and of those after it.
-
-    The prompts are consumed only when their responses are collected: a checkpoint saved earlier
-    does not count them, and holds the responses that have arrived.
-
-    Args:
-        step: the step that trains on the first batch.
-        updates: of the weights until that step trains.
-    """
+    """Start generating and scoring responses to the prompts of a step and of those after it. The
+    prompts are consumed only when their responses are collected: a checkpoint saved earlier does
+    not count them, and holds the responses that have arrived. ``updates`` counts those of the
+    weights until ``step``, which trains on the first batch."""
     rollout, size = run.recipe.rollout, run.prompts.batch_size
     choice, count = _counts(run, step, updates)
     prompts = run.prompts.peek(count)
@@ -66,19 +61,13 @@ def _counts(run: Run, step: int, updates: int) -> tuple[int, int]:
 
 
 def key_of(run: Run, prompt: Prompt, sample: int) -> int:
-    """The key of a response's early score."""
     return prompt.uid * run.recipe.rollout.n + sample
 
 
 def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Episode]]:
-    """Wait for a batch of responses.
-
-    Prompts before the last answered one that are not answered return to the prompt loader, and come
-    first in a later batch.
-
-    Returns:
-        The answered prompts, each response's key of its early score, and the responses.
-    """
+    """Wait for a batch of responses; return the answered prompts, each response's key of its early
+    score, and the responses. Prompts before the last answered one that are not answered return to
+    the prompt loader, and come first in a later batch."""
     n, episodes = run.recipe.rollout.n, pending.generation.collect()
     run.checkpoints.partial = pending.generation.left_over
     keys = [key_of(run, each.prompt, i % n) for i, each in enumerate(episodes)]

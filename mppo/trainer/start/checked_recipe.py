@@ -42,18 +42,9 @@ def checked_recipe(
     planned: ModelConfigs | None = None,
     parts: UserParts = NO_PARTS,
 ) -> Recipe:
-    """Load and check a recipe; the first rank prints remarks about it.
-
-    Args:
-        overrides: keys that replace the recipe's, as ``section.key=value``.
-        world: number of ranks; None: as the recipe says.
-        planned: reads the models' configs for a plan, whose models, data, packages and device need
-            not be on this machine; None: for a run here.
-        parts: what a program gives instead of a name.
-
-    Raises:
-        ConfigError, ValueError: it cannot be run.
-    """
+    """Load and check a recipe; the first rank prints remarks about it. ConfigError, ValueError: it
+    cannot be run. ``world`` None: as many ranks as the recipe says. ``planned`` reads the models'
+    configs for a plan, whose models, data, packages and device need not be on this machine."""
     remarks = unknown_variables(os.environ)
     is_planned = planned is not None
     recipe = load_checked(
@@ -84,16 +75,8 @@ def recipe_to_train(
     guard: RankGuard,
     parts: UserParts = NO_PARTS,
 ) -> Recipe:
-    """Load and check a recipe for a run here, and this machine: device and packages.
-
-    Args:
-        overrides: keys that replace the recipe's, as ``section.key=value``.
-        guard: of this process; it learns the recipe's time limit.
-        parts: what a program adds to the recipe.
-
-    Raises:
-        ConfigError, ValueError: the recipe cannot be run, or not here.
-    """
+    """Load and check a recipe for a run here, and this machine: device and packages. ConfigError,
+    ValueError: it cannot be run. ``guard`` learns the recipe's time limit."""
     recipe = checked_recipe(given, overrides, info, info.world_size, parts=parts)
     guard.set_limit(recipe.trainer.heartbeat_timeout_s)
     interleaved = has_interleaved_role(recipe)
@@ -112,11 +95,7 @@ def recipe_to_train(
 
 
 def scaled_recipe(given: Path, info: LaunchInfo) -> dict[str, Any]:
-    """The scaled-down twin of a recipe (``scale_down``); the first rank prints what it changed.
-
-    Raises:
-        ConfigError: the recipe is invalid, or the config of one of its models is not known.
-    """
+    """The scaled-down twin of a recipe (``scale_down``); the first rank prints what it changed."""
     from mppo.trainer.start.scaled_down import scale_down
 
     twin, lines = scale_down(given, info.world_size)
@@ -132,18 +111,10 @@ def planned_run(
     world: int | None,
     gpu: str | None,
 ) -> RunPlan:
-    """Check a recipe and plan its run, for which neither weights nor a GPU are needed.
-
-    Args:
-        given: where the recipe comes from; models that are not here have their config in
-            ``configs`` beside its file.
-        overrides: keys that replace the recipe's, as ``section.key=value``.
-        world: number of ranks; None: those of the launcher, or as the recipe says.
-        gpu: name of the GPU, or its memory in GiB; None: the recipe's, or the default.
-
-    Raises:
-        ConfigError, ValueError: the recipe cannot be run, or there is no such GPU.
-    """
+    """Check a recipe and plan its run, for which neither weights nor a GPU are needed. Models that
+    are not here have their config in ``configs`` beside the recipe's file. ``world`` None: ranks of
+    the launcher, or as the recipe says. ``gpu`` is a name, or the memory in GiB; None: the
+    recipe's, or the default. ConfigError, ValueError: it cannot be run; no such GPU."""
     if gpu is not None:
         find_gpu(gpu)  # before models are read
     configs = ModelConfigs(source_file(given))

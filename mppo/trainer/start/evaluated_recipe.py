@@ -42,11 +42,7 @@ NO_PROMPTS = ConfigIssue(
 
 def evaluated_recipe(given: Given, overrides: Sequence[str], info: LaunchInfo) -> Recipe:
     """Load and check a recipe, its code and the rows of its validation files; the first rank prints
-    remarks about it.
-
-    Raises:
-        ConfigError, ValueError: it cannot be evaluated.
-    """
+    remarks about it. ConfigError, ValueError: it cannot be evaluated."""
     remarks = unknown_variables(os.environ)
     recipe = load_checked(
         given,

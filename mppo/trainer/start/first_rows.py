@@ -21,10 +21,8 @@ _SMALL = 8 << 20
 
 def row_issues(recipe: Recipe, splits: Sequence[str] = SPLITS) -> list[ConfigIssue]:
     """Faults that the first rows show: none, a missing column, no verifier, too few for a batch.
-
     Where there are any, all rows are read, so that all faults are told at once. Files that are not
-    on this machine, or need a package that is not, are left to the run.
-    """
+    on this machine, or need a package that is not, are left to the run."""
     issues: list[ConfigIssue] = []
     for key, source in recipe.data.prompt_sources.items():
         for limit in (1, None):
@@ -38,7 +36,6 @@ def row_issues(recipe: Recipe, splits: Sequence[str] = SPLITS) -> list[ConfigIss
 
 
 def _batch_issues(recipe: Recipe) -> Iterator[ConfigIssue]:
-    """Too few rows for a batch, if small files have all of them."""
     size, (source, *others) = recipe.data.train_batch_size, recipe.data.prompt_sources.values()
     files = source.train_files
     if others or not files or not all(map(_is_small, files)):
@@ -93,8 +90,7 @@ def _read(
 def _verifier_issues(
     recipe: Recipe, key: str, source: SourceConfig, rows: Sequence[DataRow]
 ) -> Iterator[ConfigIssue]:
-    """A verifier that does not exist, and data sources without one, if nothing but rules can score
-    their responses."""
+    """A verifier that does not exist, and sources without one that nothing but rules can score."""
     named = {f"{key}.verifier": source.verifier, "reward.verifier": recipe.reward.verifier}
     for place, name in named.items() if recipe.reward.name == "rule" else ():
         if name and name not in register.verifier.names:

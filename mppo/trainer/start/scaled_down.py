@@ -34,18 +34,9 @@ TASK = "arithmetic"
 
 
 def scale_down(given: Path, world: int) -> tuple[dict[str, Any], list[str]]:
-    """The twin of a recipe, with models that are written here and built-in prompts.
-
-    Args:
-        given: file of the recipe.
-        world: number of processes of the run.
-
-    Returns:
-        The twin's document, and a line for every key in which it differs.
-
-    Raises:
-        ConfigError: the recipe is invalid, or the folder of one of its models is unusable.
-    """
+    """The twin of a recipe for ``world`` processes, with models that are written here and built-in
+    prompts, and a line for every key in which it differs. ConfigError: the recipe is invalid, or
+    the folder of one of its models is unusable."""
     recipe = load_recipe(given)
     document = recipe.model_dump(mode="json", exclude_unset=True)
     twin = scaled_sizes(document, world)
@@ -71,10 +62,6 @@ def scaled_sizes(document: Mapping[str, Any], world: int) -> dict[str, Any]:
     - The local engine replaces SGLang's servers; experts are replayed from the actor's pass (R2)
       instead of the servers' (R3).
     - The run has 2 steps, 1 of them with a learning rate that rises.
-
-    Args:
-        document: the recipe's sections.
-        world: number of processes of the run.
     """
     sections = ("model", "data", "actor", "critic", "rollout", "trainer")
     document = {**{key: {} for key in sections}, **document}
@@ -127,7 +114,6 @@ def _scaled_layout(section: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 
 def _replace_models(twin: dict[str, Any], recipe: Recipe, configs: ModelConfigs) -> None:
-    """Put small models of the same families in the place of all that are not embedded ones."""
     twin["model"].pop("hub", None)
     for name in ("model", "critic", "ref", "reward_model"):
         section = twin.get(name) or {}

@@ -33,15 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has done.
-
-    Args:
-        folder: the run folder; ``mppo.read_run`` reads it.
-        steps: PPO steps that are done, those of earlier starts included.
-        metrics: of the last step; empty if this start made none of an unfinished run.
-        gate_held: whether the gate of a value pretraining held; None: the run is none, or was
-            stopped before its end.
-    """
+    """What a run has done: PPO steps, those of earlier starts included, and metrics of the last one
+    (empty if this start made none). ``gate_held``: None unless a value pretraining has ended."""
 
     folder: Path
     steps: int
@@ -52,12 +45,7 @@ class RunResult:
 def train_and_export(
     recipe: Recipe, info: LaunchInfo, guard: RankGuard, parts: UserParts
 ) -> RunResult:
-    """Train and export, inside a process group that is destroyed on every exit. Collective.
-
-    Args:
-        recipe: a recipe that has been checked for a run here.
-        parts: what the program that started the run adds.
-    """
+    """Train and export, inside a process group that is destroyed on every exit. Collective."""
     device.prepare_megatron()  # before modules import Megatron
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run
@@ -106,7 +94,6 @@ def train_and_export(
 
 
 def _finished(recipe: Recipe) -> RunResult:
-    """The result of a run that had finished before."""
     folder = recipe.trainer.run_dir
     rows = read_run(folder).metrics
     metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
@@ -119,7 +106,6 @@ def _finished(recipe: Recipe) -> RunResult:
 
 
 def _gate_held(run: Run) -> bool | None:
-    """Whether the gate of a value pretraining held, said on the first rank."""
     gate = run.roles.gate
     if gate is None or run.checkpoints.stopped_early:
         return None

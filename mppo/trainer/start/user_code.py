@@ -20,14 +20,8 @@ def input_issues(
     splits: Sequence[str] = SPLITS,
 ) -> list[ConfigIssue]:
     """Import the recipe's reward function, agent and tools, check their parameters, make its
-    environment, and read rows of the data files that are here.
-
-    Args:
-        remarks: receives a line for code that needs a package that is not installed here; None:
-            that is an issue.
-        parts: what a program gives instead of a name.
-        splits: files that are read, of ``SPLITS``.
-    """
+    environment, and read rows of the data files that are here. ``remarks`` receives a line for code
+    that needs a package that is not installed here; None: that is an issue."""
     if recipe.trainer.replay is not None and "train" in splits:
         return []
     issues = row_issues(recipe, splits)

@@ -19,15 +19,8 @@ _CALLS = {"on_step": 2, "on_batch": 1, "on_end": 0}
 
 
 class Callbacks:
-    """Calls the user's callbacks, on every rank, in the order in which they were given.
-
-    Args:
-        given: objects with one or more of ``on_step(step, metrics)``, ``on_batch(batch)`` and
-            ``on_end()``.
-
-    Raises:
-        InputError: an object has none of them, or one has other parameters.
-    """
+    """Calls the user's callbacks on every rank, in the order given: ``on_step(step, metrics)``,
+    ``on_batch(batch)``, ``on_end()``. InputError: an object has none, or other parameters."""
 
     def __init__(self, given: Sequence[object] = ()) -> None:
         self._given = tuple(given)
@@ -89,19 +82,13 @@ def _name(callback: object) -> str:
 
 @dataclass(frozen=True)
 class UserParts:
-    """What a Python program adds to a recipe.
-
-    Args:
-        reward: the function that ``reward.function`` names; None: it is imported.
-        agent: the one that ``rollout.agent.path`` names; None: it is imported.
-    """
+    """What a Python program adds to a recipe; parts that are None are imported by their names."""
 
     reward: Callable[..., Any] | None = None
     agent: Callable[..., Any] | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def overrides(self) -> list[str]:
-        """The keys by which the recipe names the parts."""
         found = []
         if self.reward is not None:
             found += ["reward.name=function", f"reward.function={_function_name(self.reward)}"]
@@ -111,7 +98,6 @@ class UserParts:
 
 
 NO_PARTS = UserParts()
-"""Of a run that a recipe describes alone."""
 
 
 def _function_name(function: Callable[..., Any]) -> str:

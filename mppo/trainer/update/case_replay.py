@@ -89,11 +89,8 @@ def gradients_not_finite(role: Role) -> list[str]:
 
 
 def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
-    """Run a saved case again, with the roles of that step. Collective.
-
-    Returns:
-        The findings of this rank, in the order of computation.
-    """
+    """Run a saved case again, with the roles of that step; findings of this rank in the order of
+    computation. Collective."""
     found = not_finite(experience)
     for update in UpdatePhase(roles, experience, case.step, actor_frozen=False).updates:
         outputs: list[str] = []
@@ -111,16 +108,12 @@ def replay(case: ReplayCase, experience: Experience, roles: Roles) -> list[str]:
 
 
 def has_case(folder: Path) -> bool:
-    """Whether a folder holds a case."""
     return (folder / CASE).is_file()
 
 
 def replay_case(folder: Path, info: LaunchInfo, guard: RankGuard) -> int:
-    """Replay a case and print the findings of every rank. Collective.
-
-    Returns:
-        The exit code: 0, or 2 for a case that cannot be read, or has pickles that would run code.
-    """
+    """Replay a case and print the findings of every rank; return the exit code 0, or 2 for a case
+    that cannot be read, or has pickles that would run code. Collective."""
     stale = stale_reason(folder)
     if stale is not None and info.rank == 0:
         print(f"{folder}: a case of lost work: {stale}")

@@ -46,19 +46,14 @@ _HISTOGRAM_STATISTICS = (
 
 @dataclass(frozen=True)
 class _MiniBatchObjective(Generic[Targets]):
-    """An objective over the micro-batches of one mini-batch.
-
-    Args:
-        targets: of the mini-batch's sequences whose loss this rank computes.
-        sequences: these sequences, as indices of the batch, in the targets' order.
-    """
+    """An objective over the micro-batches of one mini-batch; ``sequences`` are those of the
+    targets, as indices of the batch, in their order."""
 
     targets: Targets
     sequences: tuple[int, ...]
 
     @cached_property
     def _on_device(self) -> Targets:
-        """The targets, moved to the device for the first micro-batch."""
         return on_device(self.targets)
 
     @cached_property
@@ -66,7 +61,6 @@ class _MiniBatchObjective(Generic[Targets]):
         return {index: position for position, index in enumerate(self.sequences)}
 
     def _select(self, indices: Sequence[int]) -> Targets:
-        """Targets of a micro-batch, whose sequences are given as indices of the batch."""
         return select_targets(self._on_device, [self._position[index] for index in indices])
 
 
@@ -78,21 +72,15 @@ def _metric_mean(targets: PolicyTargets | ValueTargets, x_T: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     """The actor's loss on a micro-batch of a mini-batch.
-
     ``sum_t w_t (importance_t pg_t - entropy_coeff H_t + kl_loss_coef kl_t)``, and
     ``positive_nll_coef`` times the mean of ``-log pi`` over the tokens of responses whose score is
-    above 0.
-
-    Args:
-        correction: weights of the loss ``reinforce``.
-    """
+    above 0. ``correction`` weighs the loss ``reinforce``."""
 
     actor: ActorConfig
     correction: RolloutCorrectionConfig
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """See ``Objective``."""
         names = _POLICY_STATISTICS
         if self.actor.policy_loss.loss_mode == "dis":
             names = (*names, *_SIDES)
@@ -103,17 +91,10 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
     def __call__(
         self, outputs: HeadOutputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss and statistics of one micro-batch.
-
-        Args:
-            outputs: the policy's current outputs, float ``[T]``; any values outside the mask.
-            indices: the micro-batch's sequences, as indices of the batch.
-
-        Returns:
-            Scalar loss, part of the graph even if the mask is empty; and detached scalar sums by
-            metric name. Over a mini-batch's micro-batches and data-parallel ranks both add up to
-            the mini-batch's loss and metrics.
-        """
+        """Compute the loss and statistics of one micro-batch, whose sequences are indices of the
+        batch, from outputs ``[T]`` (any values outside the mask). The scalar loss is part of the
+        graph even if the mask is empty; statistics are detached scalar sums. Over a mini-batch's
+        micro-batches and data-parallel ranks both add up to its loss and metrics."""
         assert isinstance(outputs, PolicyOutputs)
         actor, targets = self.actor, self._select(indices)
         inside_T = targets.mask_T > 0
@@ -177,7 +158,6 @@ def policy_loss(
     actor: ActorConfig,
     correction: RolloutCorrectionConfig,
 ) -> Loss:
-    """Compute the token losses of ``actor.policy_loss.loss_mode``."""
     low, high = clip_range(actor)
     options = actor.policy_loss
     importance_T = None
@@ -221,13 +201,12 @@ class ValueObjective(_MiniBatchObjective[ValueTargets]):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """See ``Objective``."""
         return _VALUE_STATISTICS if self.critic.histogram is None else _HISTOGRAM_STATISTICS
 
     def __call__(
         self, outputs: HeadOutputs, indices: Sequence[int]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :class:`PolicyObjective`; the metrics are of the loss without its coefficient."""
+        """The metrics are of the loss without its coefficient."""
         assert isinstance(outputs, ValueOutputs)
         critic, targets = self.critic, self._select(indices)
         values_T = torch.where(targets.mask_T > 0, outputs.values_T.float(), 0.0)

@@ -35,12 +35,8 @@ from mppo.trainer.update.streamed import StreamedUpdate, write_timeline
 
 
 class NonFiniteStep(RuntimeError):
-    """A role's loss or gradient is inf or nan and the run stops; no role took the step.
-
-    Args:
-        results: loss and gradient norm of every role that takes this step, by name.
-        mini_batch: indices of the sequences from which the gradient was computed.
-    """
+    """A role's loss or gradient is inf or nan and the run stops; no role took the step. ``results``
+    are by role; ``mini_batch`` has the indices of its sequences."""
 
     def __init__(
         self, when: str, results: Mapping[str, StepResult], fix: str, mini_batch: tuple[int, ...]
@@ -58,17 +54,9 @@ class NonFiniteStep(RuntimeError):
 
 
 class UpdatePhase:
-    """The update of critic and actor: all epochs and mini-batches of one iteration.
-
-    Args:
-        experience: the batch with advantages, returns and old log-probabilities.
-        actor_frozen: the actor is not trained (``trainer.critic_warmup``).
-        critic_frozen: the critic is not trained (a batch that value pretraining holds out).
-
-    Attributes:
-        updates: the updates of the trained roles, the critic first.
-        kind: kind of the schedule of this update.
-    """
+    """The update of critic and actor: all epochs and mini-batches of one iteration. The actor is
+    frozen by ``trainer.critic_warmup``, the critic in a batch that value pretraining holds out. Of
+    ``updates`` the critic's is first."""
 
     def __init__(
         self,
@@ -132,10 +120,8 @@ class UpdatePhase:
         return None
 
     def _run_sequentially(self) -> None:
-        """Train the groups of roles one after another.
-
-        Per round of a group: compute the i-th gradient of every role, then take the roles' steps.
-        """
+        """Train the groups of roles one after another; per round of a group, compute the i-th
+        gradient of every role, then take the roles' steps."""
         began = time.monotonic()
         by_name = {update.role.name: update for update in self.updates}
         groups = [
@@ -161,7 +147,6 @@ class UpdatePhase:
                     self._step(together, i)
 
     def _enter(self, role: str) -> None:
-        """Bring the role's parts to the device for its update, if they are not there."""
         with phase(f"updating {role}", self.step):
             self._roles.placement.enter(phase_of_role(self._roles.recipe, "update", role))
 
@@ -237,7 +222,6 @@ class UpdatePhase:
     def _fetch(
         self, targets: Targets, sequences: tuple[int, ...], plan: MicroBatchPlan, role: Role
     ) -> tuple[Targets, tuple[int, ...]]:
-        """Bring targets of the sequences at home to the ranks that compute the loss. Collective."""
         batch = self.experience.old.batch
         held = [i for i, place in zip(sequences, batch.places(sequences).tolist()) if place >= 0]
         return fetch_targets(targets, held, batch, plan, role.layout)
@@ -250,10 +234,8 @@ class UpdatePhase:
         return stated
 
     def _mini_batches(self, size: int, section: ActorConfig | CriticConfig) -> list[list[int]]:
-        """Sequence indices of every mini-batch of every epoch; ``size`` is in prompts.
-
-        The sequences of an episode are in one mini-batch.
-        """
+        """Sequence indices of every mini-batch of every epoch; ``size`` is in prompts, and the
+        sequences of an episode are in one mini-batch."""
         index = self.experience.old.batch.episodes
         episodes = list(range(len(index.last_E)))
         per_mini_batch = size * self._roles.recipe.rollout.n
@@ -275,11 +257,7 @@ class UpdatePhase:
         self._count_skipped(results, mini_batch)
 
     def _count_skipped(self, results: Mapping[str, StepResult], mini_batch: int) -> None:
-        """Count skipped steps, and each role's consecutive ones.
-
-        Raises:
-            NonFiniteStep: see ``run``.
-        """
+        """Count skipped steps, and each role's consecutive ones; NonFiniteStep as in ``run``."""
         roles, trainer = self._roles, self._roles.recipe.trainer
         if all(result.applied for result in results.values()):
             roles.skipped_in_a_row |= dict.fromkeys(results, 0)

@@ -22,12 +22,8 @@ from mppo.trainer.pretraining_mix import Documents, PretrainingMix
 
 @dataclass(frozen=True)
 class PlannedMiniBatch:
-    """A mini-batch cut into micro-batches, before its targets are computed.
-
-    Args:
-        sequences: indices of its sequences in the batch.
-        documents: documents of the pretraining mix whose loss is added; None: no documents.
-    """
+    """A mini-batch cut into micro-batches, before its targets are computed; ``documents`` are those
+    of the pretraining mix."""
 
     sequences: tuple[int, ...]
     plan: MicroBatchPlan
@@ -41,19 +37,9 @@ class PlannedMiniBatch:
 
 @dataclass
 class RoleUpdate:
-    """The update of one role in one iteration.
-
-    Args:
-        mini_batches: sequence indices of each mini-batch (optimizer step).
-        objective_of: makes the objective of a mini-batch from its sequence indices and its plan;
-            collective.
-        text: pretraining mix whose loss is added to every mini-batch's; None: no mix.
-        peak_tflops: peak TFLOP/s of one rank's device; None if unknown.
-        epochs: passes over the batch that the mini-batches make.
-        seconds: time spent in this update so far.
-        flops: floating-point operations of the mini-batches so far, over all ranks.
-        tokens: tokens of the mini-batches so far, over all data-parallel ranks.
-    """
+    """The update of one role in one iteration. ``objective_of`` makes the objective of a mini-batch
+    from its sequence indices and its plan; collective. So far it has taken ``seconds``, ``flops``
+    over all ranks, and ``tokens`` over all data-parallel ranks."""
 
     role: Role
     mini_batches: list[list[int]]
@@ -97,14 +83,12 @@ class RoleUpdate:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Add the time spent in this context to ``seconds``."""
         start = time.perf_counter()
         yield
         device.synchronize()
         self.seconds += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over all mini-batches; call after the last optimizer step."""
         name = self.role.name
         return update_metrics(self.stats, self.epochs) | {
             f"{name}/grad_norm": sum(self.norms) / len(self.norms),

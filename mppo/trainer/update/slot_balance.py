@@ -18,15 +18,8 @@ libraries prepare themselves in it."""
 
 
 class SlotBalance:
-    """The token budgets of a recipe with ``ppo_max_token_len_per_gpu: auto``.
-
-    Args:
-        given: budget of actor and critic; None: ``auto``.
-        roles: the roles, whose ``token_budget`` this object sets.
-
-    Attributes:
-        budgets: the current budget of each role.
-    """
+    """The token budgets of a recipe with ``ppo_max_token_len_per_gpu: auto`` (``given`` None),
+    which this object sets as ``token_budget`` of the roles."""
 
     def __init__(
         self,
@@ -48,12 +41,8 @@ class SlotBalance:
         return self._warm and self._measured < MEASURED_UPDATES
 
     def after_update(self, events: Sequence[Event], tokens: Mapping[str, int]) -> None:
-        """Correct the budgets after an update of both roles by one stream. Collective.
-
-        Args:
-            events: this rank's actions; read only if ``wants_times``.
-            tokens: tokens of each role's mini-batches, over all data-parallel ranks.
-        """
+        """Correct the budgets after an update of both roles by one stream, by this rank's actions
+        (read only if ``wants_times``) and tokens over all data-parallel ranks. Collective."""
         measures, self._warm = self.wants_times, True
         if not measures:
             return
@@ -70,11 +59,9 @@ class SlotBalance:
         self._choose()
 
     def metrics(self) -> dict[str, float]:
-        """The budgets as metrics."""
         return {f"perf/token_budget/{name}": float(n) for name, n in self.budgets.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measured times, and the budgets before any."""
         return {
             "start": dict(self._start),
             "seconds": dict(self._seconds),

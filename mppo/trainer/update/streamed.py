@@ -41,11 +41,6 @@ class StreamedUpdate:
         on_steps: called with the results of each optimizer step; with ``align``, once per round.
         wants_to_stop: whether this rank wants to end the update early, given the number of steps
             taken and the number of all steps.
-
-    Attributes:
-        schedule: the schedule, with the lists of all stages.
-        work: the passes and steps of each role, by name.
-        links: connections to the neighbouring stages.
     """
 
     def __init__(
@@ -80,7 +75,6 @@ class StreamedUpdate:
 
     @property
     def actions(self) -> list[Action]:
-        """This stage's list of actions."""
         return self.schedule.lists[self.links.stage]
 
     def rest_after(self, position: int) -> list[Action]:
@@ -88,11 +82,8 @@ class StreamedUpdate:
         return self.schedule.rest_after(self.links.stage, position)
 
     def take_step(self, role: str, mini_batch: int) -> bool:
-        """Take a role's step, or with ``align`` all steps of the round at the first role's.
-
-        Returns:
-            Whether the update continues; False if any rank ends it early or ``on_steps`` raised.
-        """
+        """Take a role's step, or with ``align`` all steps of the round at the first role's; return
+        False if any rank ends the update early or ``on_steps`` raised."""
         names = [role]
         if self._align:
             names = [n for n, u in self._updates.items() if mini_batch < len(u.mini_batches)]
@@ -118,11 +109,7 @@ class StreamedUpdate:
         return True
 
     def finish(self) -> None:
-        """Wait for all weights; call after the executor has completed all messages.
-
-        Raises:
-            Exception: the error of ``on_steps``.
-        """
+        """Wait for all weights, after the executor has ended; raise the error of ``on_steps``."""
         for work in self.work.values():
             work.finish()
         if self._error is not None:
@@ -130,7 +117,6 @@ class StreamedUpdate:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Add the time spent in this context to the roles, in proportion to their operations."""
         begin = time.perf_counter()
         yield
         device.synchronize()
@@ -145,13 +131,7 @@ class StreamedUpdate:
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:
     """Write ``step_N.json`` for Perfetto and the report: the measured update and its plan.
-
-    Collective; rank 0 writes.
-
-    Args:
-        folder: folder of the file; created if it does not exist.
-        events: the recorded actions of this rank.
-    """
+    Collective; rank 0 writes."""
     rows = all_gather_objects(list(events))
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +145,6 @@ def _schedule(
     planned: dict[str, list[PlannedMiniBatch]],
     batch: Batch,
 ) -> Schedule:
-    """Make the schedule of the planned mini-batches; it is the same on every rank."""
     costs = [_pass_cost(update, planned[update.role.name], batch) for update in updates]
     work = []
     for update, cost in zip(updates, costs, strict=True):

@@ -8,28 +8,15 @@ from math import comb
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that at least one of k samples is right: ``1 - C(n - c, k) / C(n, k)``.
-
-    Unbiased for independent samples (Chen et al. 2021, arXiv 2107.03374).
-
-    Args:
-        samples: n, at least k.
-        right: c, right samples among them.
-        k: samples of an attempt.
-    """
+    """Probability that at least one of k samples is right: ``1 - C(n - c, k) / C(n, k)`` for c
+    right ones of n >= k; unbiased for independent samples (Chen et al. 2021, arXiv 2107.03374)."""
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """Expected best score of k samples, drawn from all without replacement.
-
-    The i-th of n scores in ascending order is the best of ``C(i - 1, k - 1)`` of the ``C(n, k)``
-    draws. For scores of 0 and 1 this is ``pass_at_k``.
-
-    Args:
-        scores: of the samples of a prompt, at least k.
-        k: samples of an attempt.
-    """
+    """Expected best score of k samples, drawn from all without replacement. The i-th of n scores in
+    ascending order is the best of ``C(i - 1, k - 1)`` of the ``C(n, k)`` draws. For scores of 0 and
+    1 this is ``pass_at_k``."""
     draws = comb(len(scores), k)
     return sum(comb(i, k - 1) / draws * score for i, score in enumerate(sorted(scores)))
 
@@ -40,11 +27,7 @@ def majority_at_k(answers: Sequence[str], right: Sequence[bool], k: int) -> floa
     The votes are those of the ``len(answers) // k`` blocks of k consecutive samples. They share no
     sample, so the mean is unbiased for independent samples. Of answers with equally many votes, the
     one given first wins, and its first sample decides whether it is right. Samples without an
-    answer do not vote; a block without any answer is wrong.
-
-    Args:
-        answers: of the samples of a prompt, in the order of sampling; empty: no answer.
-        k: samples of a vote, at most ``len(answers)``.
+    answer (empty) do not vote; a block without any answer is wrong.
     """
     blocks = [range(first, first + k) for first in range(0, len(answers) - k + 1, k)]
     won = 0

@@ -52,16 +52,8 @@ from mppo.weights.model_folder import companion_folder
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated, on what.
-
-    Args:
-        recipe: the recipe; ``model.path`` is the evaluated model.
-        scorer: the scorer of ``reward.*``, without the reward model.
-        agent: answers the policy's turns; None: a response is one turn.
-
-    Attributes:
-        files: folder for the logs of servers, and for the stacks of ranks that hang.
-    """
+    """What is evaluated, on what; the scorer is without the reward model. ``files`` is the folder
+    for the logs of servers, and for the stacks of ranks that hang."""
 
     recipe: Recipe
     folder: Path
@@ -83,15 +75,8 @@ def run_evaluation(
     info: LaunchInfo,
     guard: RankGuard,
 ) -> int:
-    """Evaluate as ``mppo-evaluate`` does. Collective.
-
-    Args:
-        recipe: as ``evaluated_recipe`` has checked it.
-        opponent: with which each response is compared; None: with none.
-
-    Returns:
-        The exit code: 0, 2 for an invalid recipe or input, 1 for another failure.
-    """
+    """Evaluate as ``mppo-evaluate`` does; return the exit code: 0, 2 for an invalid recipe or
+    input, 1 for another failure. Collective."""
     try:
         device.check()
     except ValueError as error:
@@ -113,11 +98,8 @@ def run_evaluation(
 
 
 def _make_folders(arguments: argparse.Namespace) -> None:
-    """Make the folders of the files to write, before the time of an evaluation is spent.
-
-    Raises:
-        ConfigError: a folder cannot be made.
-    """
+    """Make the folders of the files to write before the time of an evaluation is spent; ConfigError
+    if one cannot be made."""
     for option, path in (("--out", arguments.out), ("--samples", arguments.samples)):
         try:
             if path is not None:
@@ -143,14 +125,7 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
-    """Read everything except weights.
-
-    Args:
-        info: rank of this process; the first rank prints the prompts of each data source.
-
-    Raises:
-        ConfigError, ValueError: the model, the prompts or the reward cannot be used.
-    """
+    """Read everything except weights; ConfigError, ValueError if a part cannot be used."""
     folder = resolve_model(recipe.model.path, seed=recipe.trainer.seed)
     trust = recipe.model.trust_remote_code
     config = read_model_config(folder, trust)
@@ -184,11 +159,7 @@ def _run(
     arguments: argparse.Namespace,
     opponent: Opponent | None,
 ) -> None:
-    """Evaluate under supervision, and print and write the results. Collective.
-
-    Raises:
-        AlreadyReported: it failed.
-    """
+    """Evaluate under supervision, print and write results, or raise AlreadyReported. Collective."""
     recipe = evaluation.recipe
     trainer = recipe.trainer
     hang_s = trainer.hang_timeout_s or 0.9 * trainer.collective_timeout_s
@@ -223,7 +194,6 @@ def _run(
 
 
 def _judged(opponent: Opponent, lines: Sequence[str]) -> dict[str, float]:
-    """The judge's metrics, after a line about them for the user."""
     with phase("judge"):
         judgements = opponent.judge(lines)
     exit_report.say(judgements.line())
@@ -233,15 +203,8 @@ def _judged(opponent: Opponent, lines: Sequence[str]) -> dict[str, float]:
 def evaluate(
     evaluation: Evaluation, info: LaunchInfo, with_samples: bool
 ) -> tuple[dict[str, float], list[str]]:
-    """Generate and score responses. Collective.
-
-    Args:
-        info: rank of this process; the first rank prints the progress.
-        with_samples: whether the lines of ``sample_lines`` are made.
-
-    Returns:
-        The metrics of ``validation_metrics``; and on the first rank the lines.
-    """
+    """Generate and score responses; return the metrics, and on the first rank, if wanted, the lines
+    of ``sample_lines``. Collective."""
     recipe, folder = evaluation.recipe, evaluation.folder
     total = len(evaluation.prompts)
 

@@ -53,15 +53,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judgements:
-    """How often the evaluated model's answer was better.
-
-    Args:
-        wins: pairs in which it was better in both orders.
-        ties: pairs with any other two verdicts.
-        losses: pairs in which the other answer was better in both orders.
-        failures: pairs without two verdicts; they count nowhere else.
-        reason: why the most failed; empty without failures.
-    """
+    """How often the evaluated model's answer was better in both orders of a pair, or the other; any
+    other pair with two verdicts is a tie, those without are failures, most for this ``reason``."""
 
     wins: int
     ties: int
@@ -92,7 +85,6 @@ class Judgements:
         }
 
     def line(self) -> str:
-        """The result as a sentence."""
         low, high = wilson_interval(self.win_rate, self.judged)
         failed = f"; {self.failures} pairs not judged, most: {self.reason}" if self.failures else ""
         return (
@@ -102,17 +94,9 @@ class Judgements:
 
 
 def wilson_interval(rate: float, count: int) -> tuple[float, float]:
-    """95% interval of a proportion (Wilson 1927).
-
-    ``(p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)`` with z = 1.959964.
-
-    Args:
-        rate: p, the observed proportion.
-        count: n, the observations.
-
-    Returns:
-        Low and high; NaN for no observations.
-    """
+    """Low and high end of the 95% interval of a proportion (Wilson 1927); NaN for no observations.
+    ``(p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)`` with z = 1.959964, p the observed
+    ``rate`` and n the ``count`` of observations."""
     if not count:
         return math.nan, math.nan
     z = 1.959964
@@ -123,11 +107,7 @@ def wilson_interval(rate: float, count: int) -> tuple[float, float]:
 
 
 def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judgements:
-    """Ask the judge about every pair, in both orders.
-
-    Args:
-        server: the judge's endpoint, ``.../v1/chat/completions``.
-    """
+    """Ask the judge, at ``.../v1/chat/completions``, about every pair, in both orders."""
 
     from mppo.supervision.phase import tick  # it imports torch
 
@@ -150,20 +130,13 @@ def judge_pairs(pairs: Sequence[Pair], server: RewardServer, model: str) -> Judg
 
 
 def combined(ours_first: Verdict, theirs_first: Verdict) -> Verdict:
-    """The verdict on a pair from those of its two orders, with ours as A.
-
-    Ours or theirs wins if both orders say so; everything else is a tie.
-    """
+    """The verdict on a pair, with ours as A: a win where both of its orders agree, else a tie."""
     swapped: dict[Verdict, Verdict] = {"A": "B", "B": "A", "C": "C"}
     return ours_first if ours_first == swapped[theirs_first] else "C"
 
 
 def _ask(server: RewardServer, model: str, prompt: str, first: str, second: str) -> Verdict:
-    """The verdict on two answers in this order.
-
-    Raises:
-        ServerFailure: no attempt gave one.
-    """
+    """The verdict on two answers in this order; ServerFailure if no attempt gave one."""
     values = {"prompt": prompt, "first": first, "second": second}
     # in one pass: an answer that contains {second} stays as it is
     text = _PLACES.sub(lambda place: values[place[1]], QUESTION)

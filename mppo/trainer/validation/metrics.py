@@ -19,12 +19,9 @@ Samples = Sequence[ResponseScore]
 
 
 def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Scores and numbers of the validation responses by verl's names.
-
-    ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``; every other number under
-    ``val-aux``. ``val/reward`` is the mean over all responses. For several samples per prompt, see
-    ``sample_metrics``.
-    """
+    """Scores and numbers of the validation responses by verl's names:
+    ``val-core/<source>/reward/mean`` and ``val-core/<source>/acc/mean``, every other number under
+    ``val-aux``; ``val/reward`` is the mean over all responses."""
     scores = mean_scores(episodes)
     metrics = {f"val-core/{source}/reward/mean": mean for source, mean in scores.items()}
     for (source, name), mean in mean_numbers(episodes).items():
@@ -47,12 +44,10 @@ def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def sample_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What several samples per prompt show, by data source; empty for one sample.
-
-    With n samples: ``reward/mean@n``; ``acc/pass@k`` if the reward says which responses are right,
-    otherwise ``reward/best@k``; and ``acc/maj@k`` if it also reads their answers. k is every power
-    of two below n, and n. The values for n are under ``val-core``, the others under ``val-aux``.
-    """
+    """What several samples per prompt show, by data source; empty for one sample. With n samples:
+    ``reward/mean@n``; ``acc/pass@k`` if the reward says which responses are right, otherwise
+    ``reward/best@k``; and ``acc/maj@k`` if it also reads their answers. k is every power of two
+    below n, and n. The values for n are under ``val-core``, the others under ``val-aux``."""
     prompts: dict[str, dict[int, list[ResponseScore]]] = {}
     for episode in episodes:
         of_source = prompts.setdefault(episode.prompt.data_source, {})

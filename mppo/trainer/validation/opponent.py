@@ -28,23 +28,15 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Opponent:
-    """A judge, and the answers that the evaluated model's are compared with.
-
-    Args:
-        model: the judge's name there.
-        rows: the other model's samples by place; None: the prompts' ground truths.
-    """
+    """A judge, and the answers that the evaluated model's are compared with: the other model's
+    samples by place; None: the prompts' ground truths."""
 
     server: RewardServer
     model: str
     rows: Mapping[Place, Mapping[str, Any]] | None
 
     def check(self, prompts: Sequence[Prompt], samples: int) -> None:
-        """Check that every response has something to be compared with.
-
-        Raises:
-            ConfigError: a prompt has no reference, or the other model did not answer it.
-        """
+        """Raise ConfigError if a prompt has no reference, or the other model did not answer it."""
         for prompt in prompts:
             if self.rows is None:
                 if not prompt.ground_truth.strip():
@@ -59,11 +51,7 @@ class Opponent:
                     raise _issue("--against", "", why, fix)
 
     def judge(self, lines: Sequence[str]) -> Judgements:
-        """Compare responses.
-
-        Raises:
-            ConfigError: the judge did not judge a single pair.
-        """
+        """Compare responses; ConfigError if the judge did not judge a single pair."""
         pairs = []
         for row in map(json.loads, lines):
             other = row["ground_truth"] if self.rows is None else self.rows[_place(row)]["response"]
@@ -76,12 +64,8 @@ class Opponent:
 
 
 def read_opponent(url: str | None, model: str | None, against: Path | None) -> Opponent | None:
-    """The judge of the command line; None without ``--judge``.
-
-    Raises:
-        ConfigError: an option without the one it needs, an invalid URL or key, or a file that holds
-            no samples.
-    """
+    """The judge of the command line; None without ``--judge``. ConfigError: an option without the
+    one it needs, an invalid URL or key, or a file that holds no samples."""
     if url is None:
         for option, value in (("--judge-model", model), ("--against", against)):
             if value is not None:

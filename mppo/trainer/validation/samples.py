@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 
 
 def is_sample_step(step: int, total: int, tables: int | None) -> bool:
-    """Whether a table of responses is shown in a step.
-
-    Args:
-        step: from 1 to ``total``.
-        tables: tables of the run, the first one in step 1, with TRL's distance between them. None:
-            in the first, the middle and the last step.
-    """
+    """Whether a step (from 1 to ``total``) shows a table of responses: step 1 and others at TRL's
+    distance for so many ``tables``; None: the first, the middle and the last step."""
     if tables is None:
         return step in (1, (total + 1) // 2, total)
     return tables > 0 and (step - 1) % max(1, total // tables) == 0
@@ -54,12 +49,8 @@ def show_samples(run: Run, step: int, episodes: Sequence[Episode]) -> None:
 
 
 def chosen_samples(scores: Sequence[float], rows: int) -> dict[int, str]:
-    """The responses of a table: the best, the worst, then the first ones.
-
-    Returns:
-        "best", "worst" or "" by the index of the response. Of equal scores, the first response is
-        the best one and the last response the worst one.
-    """
+    """The responses of a table, by index "best", "worst" or "" (the first ones). Of equal scores,
+    the first response is the best one and the last response the worst one."""
     count = min(rows, len(scores))
     chosen: dict[int, str] = {}
     if count > 1:

@@ -23,15 +23,9 @@ def generate_validation(
     prompts: Sequence[Prompt],
     show: Callable[[int], None] = lambda answered: None,
 ) -> list[Episode]:
-    """Generate ``rollout.val_kwargs.n`` responses to each validation prompt. Collective.
-
-    The seed is the same at every validation, and in ``mppo.evaluate``.
-
-    Args:
-        engine: holds the weights to validate.
-        recipe: sampling, lengths, ``data.val_batch_size`` and the seed.
-        show: called with the number of prompts that have been answered.
-    """
+    """Generate ``rollout.val_kwargs.n`` responses to each validation prompt. Collective. The seed
+    is the same at every validation, and in ``mppo.evaluate``. ``show`` is called with the number of
+    prompts that have been answered."""
     size = recipe.data.val_batch_size or max(len(prompts), 1)
     sampling, longest = recipe.rollout.validation, recipe.data.max_response_length
     seed = sampling_seed(recipe.trainer.seed, step=0)
@@ -47,11 +41,8 @@ def sample_lines(
     episodes: Sequence[Episode],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
-    """One JSON object for each response, with prompt, answer and score. Collective.
-
-    Returns:
-        The lines on the first rank; none elsewhere.
-    """
+    """One JSON object for each response, with prompt, answer and score, on the first rank; none
+    elsewhere. Collective."""
     ids = bring_ids_to_first(episodes)
     return list(_lines(episodes, decoded(tokenizer, ids))) if ids else []
 

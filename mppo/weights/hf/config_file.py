@@ -74,12 +74,8 @@ MAX_EXPERT_LAYERS = 1 << 17
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Read and check ``config.json`` of a model folder, after a check of the folder's files.
-
-    Raises:
-        InputError: the folder holds a FIFO, device or socket; ``config.json`` is missing or not a
-            JSON object, names an unknown family, or holds a value out of range.
-    """
+    """Read and check ``config.json`` of a model folder, after a check of the folder's files;
+    InputError if one is a FIFO, device or socket, or the config is missing or invalid."""
     check_regular_files(folder)
     content = read_json(folder / CONFIG)
     # with an auto_map the model has its own code, for which trust_remote_code is required
@@ -99,11 +95,8 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def check_numbers(content: dict[str, Any]) -> None:
-    """Check the sizes and numbers of a config against their limits.
-
-    Raises:
-        InputError: a value is out of range or of the wrong type; the message names the first one.
-    """
+    """Check the sizes and numbers of a config against their limits; InputError names the first
+    value that is out of range or of the wrong type."""
     for key, (least, most) in SIZES.items():
         value = content.get(key)
         if value is not None and not (type(value) is int and least <= value <= most):

@@ -22,11 +22,7 @@ class HFFolder:
     """The tensors of a folder's safetensors files.
 
     8-bit float weights that have a tensor ``<name>_scale_inv`` are dequantised when they are read;
-    ``tensors`` does not list the scales.
-
-    Attributes:
-        tensors: every tensor by name, without the scales.
-        bytes_read: stored data bytes read from the files so far, without headers.
+    ``tensors`` does not list the scales. ``bytes_read`` counts stored bytes, without headers.
 
     Raises:
         InputError: there is no safetensors file, a shard of the index is missing, a file is cut
@@ -97,15 +93,11 @@ class HFFolder:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return self._stored(name).shape
 
     def scales(self, name: str) -> tuple[StoredTensor, tuple[int, int]] | None:
-        """Return a tensor's scales and the block (rows, columns) of each; None if not quantised.
-
-        Raises:
-            InputError: an 8-bit float tensor has no scales, or scales of a wrong shape.
-        """
+        """Return a tensor's scales and the block (rows, columns) of each; None if not quantised;
+        InputError if an 8-bit float tensor has no scales, or scales of a wrong shape."""
         stored, scale = self._stored(name), self._scales.get(name + SCALE_SUFFIX)
         if stored.dtype not in FLOAT8:
             return None
@@ -126,11 +118,8 @@ class HFFolder:
         return scale, (rows, columns)
 
     def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
-        """Fill ``target`` from a slice of a tensor.
-
-        Args:
-            target: tensor of any device, dtype and strides; its size along ``dim`` is the length
-                of the slice.
+        """Fill ``target``, of any device, dtype and strides, from a slice of a tensor; its size
+        along ``dim`` is the length of the slice.
 
         Raises:
             InputError: no such tensor, a shape that does not fit, or 8-bit floats without scales.
@@ -178,7 +167,6 @@ class HFFolder:
         self.bytes_read += done
 
     def _stretch(self, stored: StoredTensor, dim: int, start: int, length: int) -> Tensor:
-        """Map a slice of a tensor, and count its bytes as read."""
         part = self._view(stored).narrow(dim, start, length)
         self.bytes_read += part.nbytes
         return part

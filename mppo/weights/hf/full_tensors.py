@@ -21,13 +21,8 @@ from mppo.weights.torch_dist.reader import CheckpointReader, value_bins
 
 
 def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a model, one by one, on the CPU.
-
-    Args:
-        path: a Hugging Face folder, or a Megatron checkpoint.
-
-    Yields:
-        Hugging Face name and tensor, in the stored dtype (8-bit floats as float32).
+    """Yield every tensor of a Hugging Face folder or Megatron checkpoint on the CPU, under its
+    Hugging Face name, in the stored dtype (8-bit floats as float32).
 
     Raises:
         ValueError: the checkpoint is incomplete, or of another model.

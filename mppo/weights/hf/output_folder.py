@@ -31,23 +31,15 @@ def partial_path(folder: Path) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Check that the output does not exist yet.
-
-    Raises:
-        InputError: the path exists and is not an empty folder.
-    """
+    """Raise InputError unless the output does not exist or is an empty folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: already exists; remove it or name another output")
 
 
 def publish(folder: Path) -> Path | None:
-    """Flush the partial folder's files to disk and rename the folder to its final name.
-
-    An existing folder of that name is replaced if it is empty, or unchanged since mppo wrote it.
-
-    Returns:
-        The new path of anything else that had the name; None if there was nothing else.
-    """
+    """Flush the partial folder's files to disk and rename the folder to its final name. An existing
+    folder of that name is replaced if it is empty, or unchanged since mppo wrote it; anything else
+    is renamed, and its new path returned."""
     building, old = partial_path(folder), folder.with_name(f".{folder.name}.replaced")
     for file in sorted(building.rglob("*")):
         if file.is_file():
@@ -68,7 +60,6 @@ def publish(folder: Path) -> Path | None:
 
 @contextmanager
 def open_for_offsets(file: Path) -> Iterator[int]:
-    """Open an existing file for ``pwrite``."""
     descriptor = os.open(file, os.O_WRONLY)
     try:
         yield descriptor
@@ -77,11 +68,6 @@ def open_for_offsets(file: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: Any, offset: int) -> None:
-    """Write all bytes with ``pwrite``.
-
-    Raises:
-        OSError: the disk is full, or failed.
-    """
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
@@ -89,7 +75,6 @@ def write_all(descriptor: int, data: Any, offset: int) -> None:
 
 
 def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
-    """Write a tensor's bytes to its place in a file."""
     assert (tuple(tensor.shape), tensor.dtype) == (place.shape, place.dtype)
     if not tensor.numel():
         return
@@ -101,11 +86,8 @@ def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
 def plan_files(
     folder: Path, tensors: TensorTypes, max_shard_bytes: int
 ) -> dict[Path, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Assign tensors to safetensors files, in order.
-
-    Args:
-        max_shard_bytes: most bytes of a file, unless a single tensor is larger.
-    """
+    """Assign tensors to safetensors files, in order; a file has more than ``max_shard_bytes`` only
+    for a single tensor."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for name, (dtype, shape) in tensors.items():
@@ -156,11 +138,8 @@ def write_index(folder: Path, places: Mapping[str, StoredTensor]) -> None:
 
 
 def companion_files(source: Path) -> list[str]:
-    """Names of a Hugging Face folder's files that are not weights.
-
-    Raises:
-        InputError: a link among them leads out of the folder; a copy would hold that foreign file.
-    """
+    """Names of a Hugging Face folder's files that are not weights; InputError if a link among them
+    leads out of the folder, as a copy would hold that foreign file."""
     return [
         inside(source, file.name).name
         for file in sorted(source.iterdir())
@@ -171,18 +150,13 @@ def companion_files(source: Path) -> list[str]:
 def copy_companions(
     source: Path, folder: Path, dtype: torch.dtype | None = None, value_bins: int = 1
 ) -> list[str]:
-    """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
+    """Copy configuration, tokenizer, chat template and code of a Hugging Face folder; return the
+    names.
 
     Args:
         dtype: written to ``config.json`` as the weights' dtype; quantisation settings are then
             removed. None copies ``config.json`` unchanged.
         value_bins: outputs of the value head, written beside the dtype if there are several.
-
-    Returns:
-        Names of the copied files.
-
-    Raises:
-        InputError: as ``companion_files``.
     """
     copied = companion_files(source)
     for name in copied:

@@ -43,7 +43,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -51,7 +50,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the places of all tensors of one file.
 
     Raises:
-        OSError: no such file.
         InputError: the file is not safetensors, is shorter than its header says, or its header
             repeats a name or has overlapping tensors.
     """
@@ -89,7 +87,6 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
-    """Check an entry of a header; the file's data starts at byte ``begin``."""
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, places = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not are_sizes(shape) or not are_sizes(places) or len(places) != 2:
@@ -119,10 +116,8 @@ def are_sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """View the memory of a contiguous CPU tensor as bytes, to read or write a file.
-
-    ``Tensor.numpy`` would forbid that the tensor's memory is ever freed in place.
-    """
+    """View the memory of a contiguous CPU tensor as bytes. ``Tensor.numpy`` would forbid that the
+    tensor's memory is ever freed in place."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     content = (ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())
     vars(content)["tensor"] = flat  # lives as long as the view
@@ -137,14 +132,8 @@ def _shown(value: Any) -> str:
 def make_header(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], file: Path
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """Build the header of a new file, and the place of each tensor.
-
-    Args:
-        tensors: dtype and shape by name, in the order of the data.
-
-    Returns:
-        The bytes before the data (their number is a multiple of 8), and the places by name.
-    """
+    """Build the header of a new file: the bytes before the data (their number is a multiple of 8),
+    and the places by name, in the order of ``tensors``."""
     entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in tensors.items():

@@ -48,16 +48,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """One tensor to write.
-
-    Args:
-        stretches: rectangles that cover it exactly once.
-        head: bytes written just before the data.
-        tail: bytes written just after it.
-
-    Raises:
-        InputError: the rectangles' area is not the target's.
-    """
+    """One tensor to write, with bytes just before (``head``) and after it (``tail``); InputError
+    unless the stretches have its area."""
 
     name: str
     target: StoredTensor
@@ -76,7 +68,6 @@ class CopyTask:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data in bytes."""
         return self.target.nbytes
 
 
@@ -88,11 +79,7 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class Copier:
-    """Reads sources and writes targets; holds open files and two buffers.
-
-    Args:
-        buffer_bytes: size of a window; a single row may exceed it.
-    """
+    """Reads sources and writes targets by open files and two buffers; one row may be larger."""
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._buffer = np.empty(buffer_bytes, dtype=np.uint8)
@@ -100,12 +87,7 @@ class Copier:
         self._files: OrderedDict[tuple[Path, int], int] = OrderedDict()
 
     def run(self, task: CopyTask) -> None:
-        """Write one task's head, data and tail.
-
-        Raises:
-            InputError: a source is cut short.
-            OSError: the disk is full, or failed.
-        """
+        """Write one task's head, data and tail; InputError if a source is cut short."""
         target = task.target
         descriptor = self._open(target.file, os.O_WRONLY)
         if task.head:
@@ -117,14 +99,9 @@ class Copier:
             write_all(descriptor, task.tail, target.offset + target.nbytes)
 
     def windows(self, task: CopyTask, fill: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the target's bytes, window by window, without writing them to the target.
-
-        Args:
-            fill: byte with which each window is filled first, to make holes visible; None: none.
-
-        Yields:
-            First row and the bytes from there; the array is reused by the next window.
-        """
+        """Yield the target's bytes, window by window, without writing them: first row and the bytes
+        from there; the array is reused by the next window. ``fill`` is a byte with which each
+        window is filled first, to make holes visible."""
         rows, row_bytes = matrix(task.target.shape)[0], _row_bytes(task.target)
         step = max(1, len(self._buffer) // max(row_bytes, 1))
         for first in range(0, rows, step):
@@ -139,13 +116,11 @@ class Copier:
             yield first, window
 
     def close(self) -> None:
-        """Close the files."""
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
 
     def flush(self) -> None:
-        """Wait until all written data is on disk."""
         for (_, mode), descriptor in self._files.items():
             if mode == os.O_WRONLY:
                 os.fdatasync(descriptor)

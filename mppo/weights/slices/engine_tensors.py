@@ -42,7 +42,6 @@ def engine_tensor(
     """The place of an entry on tensor-parallel rank ``rank`` of ``size``, which holds a part of it.
 
     Args:
-        rank, size: in the rollout engine's tensor parallelism.
         vocab_multiple: the engine pads its vocabulary to a multiple of this.
         expert_parallel: groups of the engine's ranks among which its experts are divided.
     """

@@ -17,12 +17,7 @@ INDEX_BYTES = 4
 
 
 def message_bytes(blocks: int, full: int) -> int:
-    """Bytes of a message.
-
-    Args:
-        blocks: number of its blocks, or ``ALL_BLOCKS``.
-        full: bytes of all its pieces.
-    """
+    """Bytes of a message with this number of blocks, or all ``full`` bytes (``ALL_BLOCKS``)."""
     if blocks == ALL_BLOCKS:
         return full
     return aligned(blocks * INDEX_BYTES, BLOCK) + blocks * BLOCK
@@ -46,8 +41,7 @@ def block_message(
 
     Args:
         packed: uint8, a multiple of ``BLOCK``.
-        changed: bool, one per block of ``packed``: it differs from what was sent before. None:
-            nothing was sent before.
+        changed: bool, one per block of ``packed``; None: nothing was sent before.
         runs: byte ranges ``[begin, end)`` of the message's pieces in ``packed``.
 
     Returns:

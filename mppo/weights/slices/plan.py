@@ -43,7 +43,6 @@ class SliceRequest:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Host of every rollout rank, counted over the engines."""
         return tuple(host for engine in self.hosts for host in engine)
 
 
@@ -52,11 +51,9 @@ class Piece:
     """A slice of one parameter of a rollout rank.
 
     Args:
-        target: the parameter.
         dim: dimension along which the slice is cut (of one expert, if the parameter holds experts).
         offset: first index along ``dim``.
         shape: of the slice; ``shape[dim]`` is its length.
-        dtype: of the bytes that are sent.
         begin: its first byte in the message, a multiple of ``BLOCK``.
         key: the part of a training rank's shard that it is copied from.
     """
@@ -71,7 +68,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -94,10 +90,8 @@ class SlicePlan:
         }
 
     def packed(self, source: int) -> dict[Key, tuple[int, Piece]]:
-        """The distinct pieces that a training rank packs, with the first byte of each.
-
-        Rollout ranks with the same slice share one packed copy.
-        """
+        """The distinct pieces that a training rank packs, with the first byte of each. Rollout
+        ranks with the same slice share one packed copy."""
         found: dict[Key, tuple[int, Piece]] = {}
         at = 0
         for (rank, _), pieces in self.pieces.items():
@@ -114,13 +108,7 @@ def plan_slices(
     request: SliceRequest,
     dtype_of: Callable[[Entry], torch.dtype],
 ) -> Iterator[SlicePlan]:
-    """Divide the moves of all entries into buckets.
-
-    Args:
-        reshards: the moves of each entry, in the table's order.
-        request: hosts, bucket size and expert parallelism.
-        dtype_of: dtype in which an entry is sent.
-    """
+    """Divide the moves of all entries, in the table's order, into buckets."""
     found: dict[tuple[int, int], list[Piece]] = {}
     filled = [0] * len(request.slots)
     for reshard in reshards:
@@ -148,7 +136,6 @@ def _slice_plan(found: dict[tuple[int, int], list[Piece]]) -> SlicePlan:
 def _pieces(
     reshard: Reshard, shape: ModelShape, request: SliceRequest, dtype: torch.dtype
 ) -> Iterator[tuple[int, int, Piece]]:
-    """An entry's pieces, each with its training rank and its rollout rank."""
     entry, dim = reshard.entry, reshard.entry.cut_dim
     ranks = [(rank, len(engine)) for engine in request.hosts for rank in range(len(engine))]
     for move in reshard.moves:

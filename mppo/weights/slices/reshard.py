@@ -22,12 +22,10 @@ SourcePiece = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """``length`` rows (columns if the entry is cut along dimension 1) of one parameter.
-
-    Offsets are within the shards of source and destination, along the entry's ``cut_dim``.
-    ``source`` and ``destination`` are training ranks; ``slot`` is the rollout rank, counted over
-    the engines, that ``destination`` hosts.
-    """
+    """``length`` rows (columns if the entry is cut along dimension 1) of one parameter. Offsets are
+    within the shards of source and destination, along the entry's ``cut_dim``. ``source`` and
+    ``destination`` are training ranks; ``slot`` is the rollout rank, counted over the engines, that
+    ``destination`` hosts."""
 
     source: int
     source_offset: int
@@ -39,13 +37,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Reshard:
-    """The moves of one entry.
-
-    Args:
-        crossing: elements that move between different ranks.
-        total: elements in the engines' shards, without padding.
-        gathered: elements that would move if every training rank gathered the full entry.
-    """
+    """The moves of one entry: elements that cross ranks, all in the engines' shards, and those that
+    would move if every training rank gathered the full entry."""
 
     entry: Entry
     moves: tuple[Move, ...]
@@ -61,10 +54,8 @@ class ReshardPlanner:
     Args:
         owner: pipeline stage of each layer index, and of each row name outside layers.
         engines: for each engine, the training rank that hosts each of its tensor-parallel ranks.
-        vocab_multiple: the engine pads its vocabulary to a multiple of this.
         uncut_rows: names of rows that every training rank holds in full, although the table shards
             them.
-        expert_parallel: groups of an engine's ranks among which its experts are divided.
     """
 
     shape: ModelShape
@@ -76,7 +67,6 @@ class ReshardPlanner:
     expert_parallel: int = 1
 
     def plan(self, entry: Entry) -> Reshard:
-        """Plan the moves of one entry."""
         shards = self._shards(entry.row)
         held = _source_pieces(entry, self.shape, shards)
         holders = self._holders(entry, shards)
@@ -204,7 +194,6 @@ def _moves(
 
 
 def _elements_per_row(entry: Entry) -> int:
-    """Elements per index of the cut dimension."""
     shape, count = entry.row.shapes[0], 1
     for dim, length in enumerate(shape):
         if dim != entry.cut_dim:

@@ -37,12 +37,8 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Message:
-    """The part of a bucket that one training rank sends to one rollout rank.
-
-    Args:
-        blocks: number of blocks in ``content``, or ``ALL_BLOCKS``.
-        content: uint8, see ``mppo.weights.slices.messages.block_message``.
-    """
+    """The part of a bucket that one training rank sends to one rollout rank: ``blocks`` (or
+    ``ALL_BLOCKS``) in uint8 ``content``, see ``block_message``."""
 
     pieces: tuple[Piece, ...]
     blocks: int
@@ -52,9 +48,7 @@ class Message:
 @dataclass(frozen=True)
 class SliceBucket:
     """Messages for the rollout ranks this rank hosts, and checksums of the pieces of all ranks.
-
-    ``empty``: no rank has changes in this bucket, and more buckets follow.
-    """
+    ``empty``: no rank has changes in this bucket, and more buckets follow."""
 
     messages: dict[int, list[Message]]
     checks: dict[Key, tuple[int, int]]
@@ -63,15 +57,9 @@ class SliceBucket:
 
 @dataclass
 class SliceBytes:
-    """Bytes of one update over all ranks.
-
-    Args:
-        total: held by the rollout ranks.
-        sent: sent to the rollout ranks.
-        crossing: of ``sent``, from another training rank than the rollout rank's host.
-        least: would cross at least, if every block were sent.
-        gathered: would cross if every training rank gathered the full model.
-    """
+    """Bytes of one update over all ranks: held by the rollout ranks; sent to them; of these, from
+    another training rank than the host; least crossing if every block were sent; and crossing if
+    every training rank gathered the full model."""
 
     total: int = 0
     sent: int = 0
@@ -89,15 +77,8 @@ class _Kept:
 
 
 class SliceStream:
-    """A role's weights as the slices that rollout ranks hold; constructing is collective.
-
-    Args:
-        chunks: this rank's ``GPTModel`` chunks.
-
-    Attributes:
-        plan: the buckets, equal on every rank.
-        bytes: of the last update.
-    """
+    """A role's weights as the slices that rollout ranks hold; constructing is collective. ``plan``
+    is equal on every rank; ``bytes`` are of the last update."""
 
     def __init__(
         self,
@@ -149,14 +130,8 @@ class SliceStream:
         return stored if entry.row.keep_fp32 else self.request.dtype
 
     def update(self, version: int, since: int | None) -> Iterator[SliceBucket]:
-        """Send the current weights; collective.
-
-        Args:
-            since: version that every rollout rank holds; None: they hold none, or different ones.
-
-        Yields:
-            The messages received for the rollout ranks this rank hosts.
-        """
+        """Send the current weights; yield the messages for rollout ranks hosted here. Collective.
+        ``since`` is the version that every rollout rank holds; None: none, or different ones."""
         known = self._kept.packed if since is not None and since == self._kept.version else {}
         # until this update is complete, nothing may be compared with half of it
         self._kept = _Kept()
@@ -201,16 +176,9 @@ class SliceStream:
     def _exchange(
         self, number: int, packed: Tensor, before: Tensor | None
     ) -> tuple[dict[int, list[Message]], bool]:
-        """Bring every message to the host of its rollout rank; collective.
-
-        Args:
-            number: of the bucket.
-            packed: uint8, what ``_pack`` returned.
-            before: the same of the last update; None: send all bytes.
-
-        Returns:
-            Messages by rollout rank hosted here, and whether any rank sends a block.
-        """
+        """Bring every message to the host of its rollout rank; collective. ``before`` is what was
+        packed last; None: send all bytes. Returns messages by rollout rank hosted here, and whether
+        any rank sends a block."""
         plan, places = self.plan[number], self._places[number]
         sending: dict[int, tuple[int, Tensor]] = {}
         changed = None
@@ -285,10 +253,7 @@ class SliceStream:
 
 
 class SliceSource:
-    """A role's weights as slices on request; equal requests share one plan.
-
-    Args: see ``SliceStream``. Calls are collective.
-    """
+    """A role's weights as slices on request; equal requests share one plan. Collective calls."""
 
     def __init__(self, chunks: Sequence[Any], hf_config: Any, layout: Layout) -> None:
         self._chunks, self._hf_config, self._layout = chunks, hf_config, layout

@@ -25,15 +25,10 @@ VALUE_HEAD = "value_head.weight"
 
 
 def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[str, ...]:
-    """Fill a role's parameters; collective over all ranks.
+    """Fill a role's parameters; collective over all ranks. Returns those left as initialised: a
+    value head the checkpoint does not have.
 
-    Args:
-        path: a checkpoint folder, or its parent folder of iterations.
-        chunks: this rank's ``GPTModel`` chunks.
-        vocab: rows of the model's vocabulary, without padding.
-
-    Returns:
-        Parameters left as initialised: a value head the checkpoint does not have.
+    ``path`` is a checkpoint or its parent folder of iterations; ``vocab`` is without padding.
 
     Raises:
         InputError: no such checkpoint, it lacks parameters or parts of them, or its metadata would
@@ -69,14 +64,8 @@ def load_weights(
     hf_config: Any,
     groups: Groups,
 ) -> tuple[str, ...]:
-    """Fill a role's parameters from a folder or a checkpoint; collective over all ranks.
-
-    Args:
-        path: a Hugging Face folder (every rank reads the slices it owns) or a checkpoint.
-        chunks: this rank's ``GPTModel`` chunks.
-
-    Returns:
-        Parameters left as initialised: a value head that ``path`` does not have.
+    """Fill a role's parameters from a Hugging Face folder, of which every rank reads the slices it
+    owns, or a checkpoint; collective. Returns as ``load_megatron``.
 
     Raises:
         InputError: a tensor is missing, unknown, or of another shape than config.json says.

@@ -52,12 +52,10 @@ class _Place(NamedTuple):
 
 
 def read_checkpoint(folder: Path) -> dict[str, GlobalTensor]:
-    """Read all tensor keys of a checkpoint without running code that its metadata names.
+    """Read all tensor keys of a checkpoint, or one role's part of one, without running code that
+    its metadata names.
 
     Objects other than tensors are separate pickles; they are left out, because nothing reads them.
-
-    Args:
-        folder: a folder with ``.metadata``: a checkpoint, or one role's part of one.
 
     Raises:
         OSError: no such checkpoint.
@@ -109,7 +107,6 @@ def _places(
 
 
 def _data_file(folder: Path, name: str) -> tuple[Path, int]:
-    """Return a data file and its size."""
     file = inside(folder, name)
     if not file.exists():
         raise InputError(f"{folder}: data file {name} is missing; copy the checkpoint again")
@@ -129,7 +126,6 @@ def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _tensor(
     key: Any, entry: Any, places: dict[tuple[str, tuple[int, ...] | None], _Place]
 ) -> GlobalTensor | None:
-    """Read the entry of a tensor; None for another object."""
     if type(key) is not str:
         raise pickle.UnpicklingError("a key is not a text")
     if type(entry) is Record and entry.name == "BytesStorageMetadata":

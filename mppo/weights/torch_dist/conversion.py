@@ -42,13 +42,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Plan:
-    """The files and copy tasks of a conversion.
-
-    Args:
-        tasks: this share's tasks, by number in the full plan.
-        files: every file with the bytes at its start and its full size.
-        extras: tensors of the source that are not converted.
-    """
+    """The files (bytes at the start, full size) and copy tasks (this share's, by number in the full
+    plan) of a conversion, and tensors of the source that are not converted."""
 
     tasks: Mapping[int, CopyTask]
     files: Mapping[Path, tuple[bytes, int]]
@@ -80,7 +75,7 @@ def plan_megatron(
         dtype: cast weights to this (a router's float32 bias is kept); None: as stored, 8-bit floats
             as bfloat16.
         keep_extra: also copy multi-token-prediction layers, to a file of their own.
-        max_file_bytes: most bytes of a file; None: see ``file_bytes``.
+        max_file_bytes: None: see ``file_bytes``.
 
     Raises:
         InputError: folder and config do not belong together.
@@ -138,12 +133,8 @@ def plan_hf(
     share: Share | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[Plan, Mapping[str, StoredTensor]]:
-    """Plan a Hugging Face folder's weights from a ``torch_dist`` checkpoint.
-
-    Args:
-        checkpoint: its tensor keys, from ``read_checkpoint``.
-        dtype: cast weights to this (a router's float32 bias is kept); None: as stored.
-        extra_file: safetensors file of tensors to add unchanged.
+    """Plan a Hugging Face folder's weights from a ``torch_dist`` checkpoint; ``extra_file`` has
+    tensors to add unchanged.
 
     Raises:
         InputError: the checkpoint lacks a parameter, or has it in another shape.
@@ -231,12 +222,8 @@ def _extra_tasks(
 def _target_dtypes(
     source: HFFolder, table: Table, entries: list[Entry], dtype: torch.dtype | None
 ) -> list[torch.dtype]:
-    """Choose the dtype of each entry.
-
-    Raises:
-        InputError: parts of one Megatron tensor are stored in several dtypes, and ``dtype`` is
-            None; an implicit cast would lose bits.
-    """
+    """Choose the dtype of each entry; InputError if parts of one Megatron tensor are stored in
+    several dtypes, and ``dtype`` is None: an implicit cast would lose bits."""
     out: list[torch.dtype] = []
     known: dict[object, torch.dtype] = {}
     homogeneous = is_homogeneous(table)
@@ -258,7 +245,6 @@ def _target_dtypes(
 
 
 def _plain_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor after dequantisation."""
     return torch.bfloat16 if stored in FLOAT8 else stored
 
 

@@ -17,15 +17,9 @@ MOST_CORNERS = 1 << 62
 def needed_shape(
     stored: tuple[int, ...], shape: tuple[int, ...], vocab: int | None = None
 ) -> tuple[int, ...] | None:
-    """Return the part of a stored tensor that a model needs, from the first number on.
-
-    Args:
-        vocab: rows of the vocabulary without padding, for embeddings and output layers; they may be
-            stored with another padding. None: other tensors.
-
-    Returns:
-        The part's shape; None: the stored tensor is too short, or of another shape.
-    """
+    """Return the shape of the part of a stored tensor that a model needs, from the first number on;
+    None if it is too short, or of another shape. ``vocab`` are the rows without padding, for
+    embeddings and output layers, which may be stored with another padding."""
     if vocab is None:
         return shape if stored == shape else None
     fits = len(stored) > 0 and stored[0] >= vocab and stored[1:] == shape[1:]
@@ -33,18 +27,10 @@ def needed_shape(
 
 
 def check_complete(name: str, tensor: GlobalTensor, needed: tuple[int, ...]) -> None:
-    """Check that every number of a part of a tensor is in exactly one chunk.
-
-    The number of chunks over a point is a function of the point. It is 1 inside the part and 0
-    outside exactly if its mixed differences, which are the chunks' corners with alternating
-    signs, are those of the part. So the cost is linear in the number of chunks.
-
-    Args:
-        needed: shape of the part, from the first number on.
-
-    Raises:
-        InputError: a number is in no chunk, or in several.
-    """
+    """Check that every number of a part of a tensor, from the first on, is in exactly one chunk,
+    else InputError. The number of chunks over a point is a function of the point. It is 1 inside
+    the part and 0 outside exactly if its mixed differences, which are the chunks' corners with
+    alternating signs, are those of the part. So the cost is linear in the number of chunks."""
     total = math.prod(needed)
     if math.prod(size + 1 for size in needed) > MOST_CORNERS:
         raise InputError(f"{name}: a shape of {list(needed)} is too large")
@@ -63,7 +49,6 @@ def check_complete(name: str, tensor: GlobalTensor, needed: tuple[int, ...]) -> 
 
 
 def _rows(values: list[tuple[int, ...]], last: np.ndarray) -> np.ndarray:
-    """Make an int64 array ``[N, D]`` of positions, also of none."""
     return np.array(values, dtype=np.int64).reshape(len(values), len(last))
 
 

@@ -65,12 +65,8 @@ FILES, MIN_FILE_BYTES, MAX_FILE_BYTES = 16, 64 << 20, 5 * 10**9
 
 
 def locate(chunk: Chunk) -> StoredTensor:
-    """Locate a chunk's data inside its archive.
-
-    Raises:
-        InputError: the archive is cut short or compressed, or holds no contiguous tensor of the
-            chunk's shape.
-    """
+    """Locate a chunk's data inside its archive; InputError if that is cut short or compressed, or
+    holds no contiguous tensor of the chunk's shape."""
     try:
         with open_file(chunk.file) as stream:
             with zipfile.ZipFile(_Slice(stream, chunk)) as archive:
@@ -104,11 +100,7 @@ def locate(chunk: Chunk) -> StoredTensor:
 
 
 def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
-    """Return dtype, first element and shape of a pickled tensor.
-
-    Raises:
-        InputError: the value is not a tensor, or is not contiguous.
-    """
+    """Return dtype, first element and shape of a pickled tensor; InputError for anything else."""
     none: tuple[Any, ...] = (None,) * 4
     is_tensor = type(saved) is Record and saved.name == "_rebuild_tensor_v2"
     storage, first, shape, stride = saved.arguments[:4] if is_tensor else none
@@ -127,8 +119,6 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
 
 
 class _Slice(io.RawIOBase):
-    """A chunk's archive as a seekable file."""
-
     def __init__(self, stream: BinaryIO, chunk: Chunk) -> None:
         self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
         self._position = 0
@@ -180,13 +170,7 @@ def write_metadata(
     objects: Mapping[str, tuple[Path, int, int]],
     common: dict[str, Any],
 ) -> None:
-    """Write ``.metadata``, ``metadata.json`` and ``common.pt``.
-
-    Args:
-        folder: the checkpoint folder; files of chunks are relative to it.
-        tensors: every tensor key with its chunks.
-        objects: byte objects: file, offset and length by key.
-    """
+    """Write ``.metadata``, ``metadata.json``, ``common.pt``; objects: file, offset, length."""
     state, storage = {}, {}
     for key, tensor in tensors.items():
         boxes = [
@@ -208,26 +192,20 @@ def write_metadata(
 
 
 def empty_object() -> bytes:
-    """Build the archive of a layer's empty extra state."""
     buffer = io.BytesIO()
     torch.save([None], buffer)
     return buffer.getvalue()
 
 
 def file_bytes(total: int) -> int:
-    """Return the size of a checkpoint's files: sixteen files, or more files of 5 GB.
-
-    Only one process at a time can write to a file, so parallel writers need several files.
-    """
+    """Return the size of a checkpoint's files: sixteen files, or more files of 5 GB. Only one
+    process at a time can write to a file, so parallel writers need several files."""
     return min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, total // FILES))
 
 
 class ChunkFiles:
-    """Assigns places in ``.distcp`` files; the first file begins with an empty object.
-
-    Args:
-        max_file_bytes: most bytes of a file, unless a single chunk is larger.
-    """
+    """Assigns places in ``.distcp`` files of at most ``max_file_bytes``, unless a single chunk is
+    larger; the first file begins with an empty object."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder, self._max = folder, max_file_bytes
@@ -235,7 +213,6 @@ class ChunkFiles:
         self._sizes = [len(self._nothing)]
 
     def take(self, nbytes: int) -> tuple[Path, int]:
-        """Reserve ``nbytes``; return file and offset."""
         if self._sizes[-1] and self._sizes[-1] + nbytes > self._max:
             self._sizes.append(0)
         begin = self._sizes[-1]
@@ -246,7 +223,6 @@ class ChunkFiles:
         return self._folder / f"__{number}_0.distcp"
 
     def empty_object_place(self) -> tuple[Path, int, int]:
-        """Return file, offset and length of the empty object."""
         return self._file(0), 0, len(self._nothing)
 
     def files(self) -> dict[Path, tuple[bytes, int]]:

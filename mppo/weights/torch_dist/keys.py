@@ -20,10 +20,7 @@ CHECKPOINT_EXPERTS = "mlp.experts.experts."
 @dataclass(frozen=True)
 class Place:
     """Possible keys of an entry, and its leading indices: (index, size) per leading dimension.
-
-    ``single_key`` is the key of checkpoints that store each expert separately; it has one leading
-    index less.
-    """
+    ``single_key`` is that of checkpoints that store each expert separately, with one index less."""
 
     keys: tuple[str, ...]
     leading: tuple[tuple[int, int], ...]
@@ -36,12 +33,7 @@ def is_homogeneous(table: Table) -> bool:
 
 
 def place(entry: Entry, table: Table, homogeneous: bool, prefix: str = "") -> Place:
-    """Return the keys and leading indices of an entry.
-
-    Args:
-        homogeneous: whether layers share keys.
-        prefix: prefix of every key.
-    """
+    """Return the keys and leading indices of an entry; ``homogeneous``: layers share keys."""
     row, leading = entry.row, []
     start = prefix
     if entry.layer is not None:
@@ -58,7 +50,6 @@ def place(entry: Entry, table: Table, homogeneous: bool, prefix: str = "") -> Pl
 
 
 def names(row: Row) -> tuple[str, ...]:
-    """Return a row's names in checkpoints, relative to its layer."""
     if row.where == "expert":
         return (row.name.replace(EXPERTS, CHECKPOINT_EXPERTS),)
     return (row.name, *row.aliases)

@@ -41,11 +41,7 @@ OUTSIDE = "an object outside the pickle"
 
 
 class Name:
-    """A class or function that a pickle names.
-
-    Args:
-        name: without its module.
-    """
+    """A class or function that a pickle names; ``name`` is without its module."""
 
     __slots__ = ("name",)
 
@@ -54,11 +50,7 @@ class Name:
 
 
 class Record:
-    """A call that a pickle contains.
-
-    Args:
-        name: the class or function, without its module.
-    """
+    """A call that a pickle contains of a class or function, without its module."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -71,13 +63,9 @@ class Record:
 def read_pickle(data: bytes, types: Mapping[str, Collection[str]] = TYPES) -> Any:
     """Read a pickle: plain values, ``torch.dtype``, and records of everything else.
 
-    Args:
-        data: the pickle, of protocol 2 or later.
-        types: the names that it may contain, by module.
-
     Raises:
-        pickle.UnpicklingError: the pickle contains another name, uses an operation that neither
-            ``.metadata`` nor a tensor needs, or is cut short.
+        pickle.UnpicklingError: the pickle contains a name that is not in ``types``, uses an
+            operation that neither ``.metadata`` nor a tensor needs, or is cut short.
     """
     try:
         return _Reader(data, types).load()

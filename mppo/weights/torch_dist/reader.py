@@ -17,14 +17,9 @@ from mppo.weights.torch_dist.keys import place
 
 
 def model_prefix(checkpoint: Mapping[str, GlobalTensor]) -> str:
-    """Return the prefix of the model's parameter names in a checkpoint's keys.
-
-    Keys without a prefix are the model's. The same names with a prefix then belong to something
-    else, such as an optimizer's state or a moving average.
-
-    Raises:
-        InputError: the checkpoint holds no model, or several.
-    """
+    """Return the prefix of the model's parameter names in a checkpoint's keys; InputError if it
+    holds no model, or several. Keys without a prefix are the model's; the same names with one are
+    then something else, such as an optimizer's state or a moving average."""
     end = "embedding.word_embeddings.weight"
     if end in checkpoint:
         return ""
@@ -46,11 +41,7 @@ def value_bins(checkpoint: Mapping[str, GlobalTensor]) -> int:
 
 
 class CheckpointReader:
-    """Finds the entries of a parameter table in a ``torch_dist`` checkpoint.
-
-    Raises:
-        InputError: the checkpoint holds no model, or several.
-    """
+    """Finds a parameter table's entries in a checkpoint; InputError as ``model_prefix``."""
 
     def __init__(self, checkpoint: Mapping[str, GlobalTensor], table: Table) -> None:
         self.checkpoint, self.table = checkpoint, table
@@ -72,7 +63,6 @@ class CheckpointReader:
             yield value
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Return the stored dtype of an entry."""
         return self._tensor(entry)[1].dtype
 
     def stretches(self, entry: Entry, source: int) -> tuple[Stretch, ...]:
@@ -96,15 +86,11 @@ class CheckpointReader:
         return tuple(out)
 
     def check(self, entry: Entry) -> None:
-        """Check that the checkpoint holds every number of an entry; nothing of its data is read.
-
-        Raises:
-            InputError: the entry is missing, incomplete, or of another shape.
-        """
+        """Check that the checkpoint holds every number of an entry, of its shape, else InputError;
+        nothing of its data is read."""
         self._complete_tensor(entry)
 
     def _complete_tensor(self, entry: Entry) -> tuple[str, GlobalTensor, list[int]]:
-        """Find an entry's tensor, its shape and chunks checked."""
         key, tensor, leading = self._tensor(entry)
         if key not in self._checked:
             where = place(entry, self.table, self.homogeneous, self.prefix)
@@ -127,7 +113,6 @@ class CheckpointReader:
         return self._located[chunk]
 
     def _group(self, key: str, depth: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """Group a key's chunks by their leading indices."""
         if key not in self._boxes:
             groups: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.checkpoint[key].chunks:
@@ -159,11 +144,8 @@ class CheckpointReader:
 
 
 def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, int]]:
-    """Map the rows of one Hugging Face tensor to rows of the full Megatron tensor.
-
-    Returns:
-        (first Hugging Face row, first Megatron row, number of rows) of each contiguous range.
-    """
+    """Map the rows of one Hugging Face tensor to rows of the full Megatron tensor: (first Hugging
+    Face row, first Megatron row, number of rows) of each contiguous range."""
     if entry.row.kind == "copy":
         return [(0, 0, matrix(entry.row.shapes[source])[0])]
     ranges, position = [], 0

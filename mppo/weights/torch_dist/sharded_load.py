@@ -38,16 +38,11 @@ from mppo.weights.torch_dist.format import BACKEND, locate
 def load_sharded(
     folder: Path, checkpoint: Mapping[str, GlobalTensor], state: dict[str, Any], vocab: int
 ) -> tuple[dict[str, Any], set[str]]:
-    """Fill the tensors of a sharded state; collective.
+    """Fill the tensors of a sharded state; return it, and the keys the checkpoint lacks.
+    Collective.
 
-    Args:
-        checkpoint: its tensors, from ``read_checkpoint``.
-        state: Megatron sharded state. Its objects are left out: they are pickles, and no module
-            here reads them.
-        vocab: rows of the model's vocabulary, without padding.
-
-    Returns:
-        The state with tensors in the place of their shards, and the keys the checkpoint lacks.
+    Objects of the state are left out: they are pickles, and no module here reads them. ``vocab`` is
+    without padding.
 
     Raises:
         InputError: ``metadata.json`` is not as Megatron writes it, a chunk is damaged, or a tensor
@@ -156,8 +151,6 @@ class _Tensors(LoadShardedStrategy):
 
 
 class _Boxes:
-    """The chunks of a tensor, with a search by position."""
-
     def __init__(self, tensor: GlobalTensor) -> None:
         self.tensor = tensor
 
@@ -168,7 +161,6 @@ class _Boxes:
         return begin, begin + sizes
 
     def overlapping(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Chunk]:
-        """Return the chunks that overlap a box."""
         if not self.tensor.chunks or not math.prod(sizes):
             return []
         begin, end = self._bounds
@@ -178,7 +170,6 @@ class _Boxes:
 
 
 def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: Tensor) -> None:
-    """Copy the overlap of a chunk and a box."""
     shared = [
         (max(there, here), min(there + size, here + length))
         for there, size, here, length in zip(chunk.offsets, chunk.sizes, offsets, target.shape)
@@ -196,7 +187,6 @@ def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: 
 
 
 def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
-    """Read ``count`` rows of a stored tensor from row ``first``."""
     shape = (count, *stored.shape[1:]) if stored.shape else ()
     rows = torch.empty(shape, dtype=stored.dtype)
     view = byte_view(rows)
