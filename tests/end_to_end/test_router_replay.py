@@ -220,7 +220,10 @@ def test_a_moe_recipe_trains_with_the_engines_routing(server, tmp_path, agent: s
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 
     (tmp_path / "agent.py").write_text(AGENT)
+    # one episode at a time: of prefixes that are computed together the cache keeps one, whose
+    # experts may differ near a tie (docs/rollout.md)
     own = [
+        "rollout.agent.max_concurrent=1",
         f"rollout.agent.{agent}={tmp_path}/agent.py:{agent}", "reward.on_error=0",
         "data.max_response_length=32", f"rollout.stop_token_ids={list(range(10, 60))}",
         f"rollout.start_timeout_s={START_S}", "rollout.server_args={max_total_tokens: 16384}",
