@@ -2,7 +2,7 @@
 
     python benchmarks/episodes.py [waits] [--steps 6] [--median 1.0] [--sigma 1.0] [--repeat 2]
     python benchmarks/episodes.py endpoint [--episodes 64] [--turns 4] [--tokens 32]
-                                           [--concurrent 16] [--repeat 2]
+                                           [--concurrent 16] [--layers 12] [--repeat 2]
 
 **waits**: how long a step waits for agents with slow tools, by how far ahead they may run. Each
 episode has two turns, and a tool between them that takes a log-normal time (median and sigma of its
@@ -17,8 +17,9 @@ mean age of its tokens in updates; means over the steps after the second, of bot
 agent has a client of ``openai`` in a process of its own (``rollout.agent.run``), as in training.
 Directly, one ``httpx`` client then sends as many requests with the same prompts and the same
 lengths to ``/generate``, each episode's one after the other, with what SGLang has sampled in the
-context of the next one. SGLang's prefix cache is emptied before each. The model is
-``builtin:tiny``. Both alternate after a round of warm-up, each round with other prompts.
+context of the next one. SGLang's prefix cache is emptied before each. The model has the widths of
+SmolLM2-135M, ``--layers`` layers and random weights. Both alternate after a round of warm-up, each
+round with other prompts.
 
 The result has medians over the rounds: the ratio of the times; milliseconds from the start of a
 turn to the next one's; milliseconds of the processor per turn, of the process that sends the
@@ -49,10 +50,10 @@ import httpx
 import psutil
 import torch
 from record import parser, record
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from mppo.agents.agent_processes import AgentProcesses, HostedFunction
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.hosted_function import HostedFunction
 from mppo.agents.running_episodes import use_metrics
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.batch.prompt import Prompt
@@ -149,6 +150,11 @@ async def run(client, task, turns, tokens):
         messages = [*messages, said, {"role": "user", "content": "Go on, please."}]
     return 1.0
 """
+SHAPE = {
+    "vocab_size": 260, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "eos_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Widths of SmolLM2-135M, with the vocabulary of ``builtin:tiny``."""
 T = TypeVar("T")
 Lengths = list[tuple[list[int], int]]
 """Turns of an episode: others' tokens before it, and the number of its own."""
@@ -163,10 +169,14 @@ class EndpointCase:
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        name, agent = "builtin:tiny", folder / "agent.py"
-        self.options, path = options, resolve_model(name)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.tokenizer = load_tokenizer(path)
+        agent, name = folder / "agent.py", folder / "model"
+        self.options, path = options, name
+        self.tokenizer = load_tokenizer(resolve_model("builtin:tiny"))
+        self.tokenizer.save_pretrained(path)
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(**SHAPE, num_hidden_layers=options.layers), dtype=torch.float32
+        )
+        model.save_pretrained(path)
         agent.write_text(TALKER)
         arguments = f"{{turns: {options.turns}, tokens: {options.tokens}}}"
         recipe = load_recipe(None, [
@@ -183,7 +193,7 @@ class EndpointCase:
         self.inner, limit = SGLangEngine(*where, run_dir=folder), options.turns * 128 + 256
         self.engine = EpisodeEngine(
             self.inner,
-            HostedFunction(f"{agent}:run", config.arguments, 1),
+            HostedFunction(AgentProcesses("run", f"{agent}:run", config.arguments, 1)),
             self.tokenizer,
             config,
             limit,
@@ -336,6 +346,7 @@ def main() -> None:
     options.add_argument("--episodes", type=int, default=64, help="endpoint: of a round")
     options.add_argument("--turns", type=int, default=4, help="endpoint: of an episode")
     options.add_argument("--tokens", type=int, default=32, help="endpoint: most of a turn")
+    options.add_argument("--layers", type=int, default=12, help="endpoint: of the model")
     options.add_argument("--concurrent", type=int, default=16, help="endpoint: episodes at once")
     chosen = options.parse_args()
     if chosen.part == "endpoint":
