@@ -87,7 +87,7 @@ class AgentProcess:
     def _send(self, order: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         with suppress(ConnectionError):  # the reader says that the process has ended
-            self._process.stdin.write(json_line(order).encode() + b"\n")
+            self._process.stdin.write(json_line(order, str).encode() + b"\n")
 
     async def _read(self) -> None:
         """Take results until the process ends."""

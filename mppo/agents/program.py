@@ -135,7 +135,7 @@ class CommandProgram:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdin.write(json_line(task_of(prompt)).encode() + b"\n")
+        process.stdin.write(json_line(task_of(prompt), str).encode() + b"\n")
         process.stdin.close()
         try:
             outputs = asyncio.gather(_tail(process.stdout), _tail(process.stderr))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mppo.safety.redact import HIDDEN, redact_text
@@ -39,10 +39,11 @@ def valid_text(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def json_line(value: Any) -> str:
-    """A value as JSON that is one line for every reader, without halves of surrogate pairs;
-    TypeError or ValueError if it is not JSON."""
-    return valid_text(json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS))
+def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """A value as JSON that is one line for every reader, without halves of surrogate pairs.
+    ``default`` converts what JSON does not have; without it a TypeError or ValueError is raised."""
+    text = json.dumps(value, ensure_ascii=False, default=default)
+    return valid_text(text.translate(_LINE_BREAKS))
 
 
 def _clean(char: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
+from datetime import date
 
 import pytest
 import torch
@@ -265,6 +267,20 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
             assert reply.startswith(wanted), text
         else:
             assert reply == wanted
+
+
+def test_an_agent_gets_values_of_a_row_that_json_does_not_have_as_text(tmp_path):
+    (tmp_path / "own.py").write_text("def agent(it): return str(it.extra_info)")
+
+    async def answer() -> Reply | str:
+        answers = HostedAnswers(AgentConfig(path=f"{tmp_path}/own.py:agent"), waits=False)
+        row = {"day": date(2026, 11, 28), "n": 1}
+        try:
+            return await answers.answer(replace(conversation("a"), extra_info=row))
+        finally:
+            await answers.stop()
+
+    assert asyncio.run(answer()) == Reply("{'day': '2026-11-28', 'n': 1}")
 
 
 def test_calls_of_a_coroutine_function_share_a_process_and_only_one_is_at_fault(tmp_path):
