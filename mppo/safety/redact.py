@@ -125,7 +125,9 @@ def query_secrets(url: str) -> set[str]:
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """Pass everything that Python prints inside the context through ``redact_text``."""
+    """Pass everything that Python prints inside the context through ``redact_text``: also what no
+    writer of ours sees, such as tracebacks, warnings, the logs of libraries and argparse's errors.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _RedactedStream(before[0]), _RedactedStream(before[1])  # type: ignore[assignment]
     try:

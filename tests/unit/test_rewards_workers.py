@@ -123,12 +123,10 @@ def test_a_worker_that_cannot_start_says_why():
 
 def test_the_worker_server_is_restarted_for_the_next_batch():
     task = ScoringTask("functools:partial", (map, len))
-    pool = WorkerPool(task, 1, 60.0, "rollout.agent")
+    pool = WorkerPool(task, 1, 60.0)
     assert [result.score for result in pool.run(["ab", "abc"])] == [2, 3]
     os.kill(pool._server.pid, signal.SIGKILL)
-    with pytest.raises(
-        RuntimeError, match=r"rollout\.agent\.\* has ended .* lower rollout\.agent\.memory_mb"
-    ):
+    with pytest.raises(RuntimeError, match=r"reward\.\* has ended .* lower reward\.memory_mb"):
         pool.run(["ab"])
     assert [result.score for result in pool.run(["ab"])] == [2]
 

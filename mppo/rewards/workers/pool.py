@@ -64,11 +64,8 @@ class WorkerPool:
             is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
     """
 
-    def __init__(
-        self, task: ScoringTask, workers: int, timeout_s: float, section: str = "reward"
-    ) -> None:
+    def __init__(self, task: ScoringTask, workers: int, timeout_s: float) -> None:
         self._task, self._workers, self._timeout_s = task, workers, timeout_s
-        self._section = section
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._replies: BinaryIO | None = None
@@ -99,7 +96,7 @@ class WorkerPool:
             results[place] = Result(*result)
             if results[place].outcome == UNUSABLE:
                 why = results[place].text
-                raise RuntimeError(f"a process of {self._section}.* could not start: {why}")
+                raise RuntimeError(f"a process of reward.* could not start: {why}")
             tick()
         return [results[place] for place in range(len(items))]
 
@@ -145,9 +142,8 @@ class WorkerPool:
         code = self._server.wait()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return (
-            f"the process that keeps those of {self._section}.* has ended ({how}); resume the run, "
-            f"with a lower {self._section}.memory_mb if the kernel killed the process for lack of "
-            "memory"
+            f"the process that keeps those of reward.* has ended ({how}); resume the run, with a "
+            "lower reward.memory_mb if the kernel killed the process for lack of memory"
         )
 
     def _stop(self) -> None:

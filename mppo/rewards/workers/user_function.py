@@ -92,20 +92,20 @@ def calls_of(
     if form.is_async:
         # one event loop for all calls: sessions and other objects bound to it stay usable
         run = asyncio.new_event_loop().run_until_complete
-        return lambda items: run(call_concurrently(call, items, form, timeout_s))
+        return lambda items: run(_call_concurrently(call, items, form, timeout_s))
     if form.batched:
         return lambda items: _results(call(items), items)
     return lambda items: [call([item]) for item in items]
 
 
-async def call_concurrently(
-    call: Callable[[Sequence[Any]], Any],
-    items: Sequence[Any],
+async def _call_concurrently(
+    call: Callable[[Sequence[Item]], Any],
+    items: Sequence[Item],
     form: FunctionForm,
     timeout_s: float,
 ) -> Sequence[Any]:
     """Await the calls; the result of one that takes too long, or raises, is its exception."""
-    parts = [items] if form.batched else [[item] for item in items]
+    parts: list[Sequence[Item]] = [items] if form.batched else [[item] for item in items]
     tasks = [asyncio.ensure_future(call(part)) for part in parts]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in late:

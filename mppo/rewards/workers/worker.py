@@ -42,13 +42,6 @@ Function = Callable[[Sequence[Any]], Iterable[Any]]
 item's alone."""
 
 
-@dataclass(frozen=True)
-class EncodedResult:
-    """A result that is not a score, as its reader gets it: at most ``TEXT_BYTES``."""
-
-    text: str
-
-
 class TooLong(Exception):
     """A function's own time limit for an item has passed."""
 
@@ -147,17 +140,11 @@ def _record(result: Any) -> tuple[bytes, float, str]:
     try:
         if isinstance(result, BaseException):
             raise result
-        if isinstance(result, EncodedResult):
-            score, text = 0.0, result.text
-        else:
-            found = read_result(result)
-            score, text = (
-                found.score,
-                json.dumps([found.numbers, found.token_rewards, found.answer]),
-            )
+        found = read_result(result)
+        text = json.dumps([found.numbers, found.token_rewards, found.answer])
         if len(text) > TEXT_BYTES:
             raise NoScore(f"has further values beside it, which exceed {TEXT_BYTES} bytes")
-        return SCORE, score, text
+        return SCORE, found.score, text
     except NoScore as why:
         return NO_SCORE, 0.0, str(why)[:ERROR_CHARACTERS]
     except MemoryError:
