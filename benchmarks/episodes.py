@@ -51,8 +51,8 @@ import torch
 from record import parser, record
 from transformers import AutoModelForCausalLM
 
+from mppo.agents.agent_processes import AgentProcesses, HostedFunction
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.hosted_function import HostedFunction
 from mppo.agents.running_episodes import use_metrics
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.batch.prompt import Prompt
@@ -183,7 +183,7 @@ class EndpointCase:
         self.inner, limit = SGLangEngine(*where, run_dir=folder), options.turns * 128 + 256
         self.engine = EpisodeEngine(
             self.inner,
-            HostedFunction(f"{agent}:run", config.arguments, 1),
+            HostedFunction(AgentProcesses("run", f"{agent}:run", config.arguments, 1)),
             self.tokenizer,
             config,
             limit,
