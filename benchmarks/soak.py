@@ -11,8 +11,11 @@ With ``--engine offload`` actor and critic leave the device between their phases
 runs sample greedily, because a restarted server draws other random numbers, and the metrics that
 contain the server's probabilities are not compared.
 
-With ``--agents`` an agent's function asks for every answer, and its processes are killed too. Each
-step must then have trained on exactly the episodes of the undisturbed run, each once.
+With ``--agents`` an agent's function asks for every answer, or (``--agents path``) answers every
+turn. At least half of the kills then hit its processes, all by SIGKILL. Each step must have
+trained on exactly the episodes of the undisturbed run, each once. With ``--staleness 1`` or more,
+batches are the episodes that end first, and the rest goes on with later weights. Weights then
+differ from run to run: no prompt may be trained on twice or passed over.
 """
 
 from __future__ import annotations
@@ -56,8 +59,14 @@ ENGINES = {
         "rollout.server_args={max_total_tokens: 4096}",
     ),
 }
+FORMS = {
+    "run": ("rollout.agent.run=recipes/agents/guess_sums.py:run",),
+    "path": (
+        "rollout.agent.path=mppo.agents.number_hints:hint",
+        "rollout.agent.arguments={too_low: '<', too_high: '>', unclear: '?'}",
+    ),
+}
 AGENTS = (
-    "rollout.agent.run=recipes/agents/guess_sums.py:run",
     "rollout.agent.max_turns=3",
     f"rollout.stop_token_ids={list(range(10, 60))}",
     "data.max_response_length=32",
@@ -67,6 +76,8 @@ AGENTS = (
 """An agent that dies ends the run (``reward.on_error`` is ``stop``), and the step runs again."""
 OF_THE_SERVER = ("rollout", "training/rollout", "conversation/prefix_hit_rate")
 """Metrics of the server's probabilities, which are equal only up to rounding, and of its cache."""
+BATCH = 8
+"""Prompts of a step, ``data.train_batch_size`` of the tiny recipe."""
 SECONDS = ("conversation/agent_s", "conversation/generation_s")
 ENDS_WITHIN_S = 600.0
 """Much longer than the ranks and torchrun take to notice a rank that is stopped or lost."""
@@ -88,7 +99,7 @@ class Tally:
         lines = [f"{self.runs} runs finished, {self.kills.total()} kills:"]
         lines += [f"  {count:3d} x {what}" for what, count in sorted(self.kills.items())]
         lines += [f"resumed from steps {self.resumed_from}"]
-        lines += self.failures or ["every run ended with the undisturbed run's weights and metrics"]
+        lines += self.failures or ["every run ended as it must"]
         return "\n".join(lines)
 
 
@@ -104,6 +115,7 @@ class Job:
         typical_s: seconds of an undisturbed run, its start included.
         deadline: on the monotonic clock.
         rng: chooses targets and moments.
+        is_equal: whether each run equals the undisturbed one.
         left_out: beginnings of the names of metrics that are not compared.
     """
 
@@ -114,11 +126,18 @@ class Job:
     typical_s: float
     deadline: float
     rng: random.Random
+    is_equal: bool
     left_out: tuple[str, ...]
 
     def over(self, tally: Tally) -> bool:
         """Whether enough processes were killed or the time is up."""
         return tally.kills.total() >= self.kills or time.monotonic() >= self.deadline
+
+    def next_target(self, tally: Tally) -> str:
+        """What is killed next; every second time at least an agent's process, if there are any."""
+        of_agents = sum(n for what, n in tally.kills.items() if what.startswith(AGENT))
+        is_due = AGENT in self.targets and 2 * of_agents <= tally.kills.total()
+        return AGENT if is_due else self.rng.choice(self.targets)
 
 
 def wait_for(moment: str, launcher: subprocess.Popen, run_dir: Path, typical_s: float, rng) -> bool:
@@ -190,7 +209,7 @@ def disturb(run_dir: Path, job: Job, tally: Tally) -> None:
     while True:
         launcher, killed = start_under(torchrun(), run_dir, job.steps, job.overrides), set()
         while not job.over(tally):
-            target, moment = job.rng.choice(job.targets), job.rng.choice(MOMENTS)
+            target, moment = job.next_target(tally), job.rng.choice(MOMENTS)
             if not wait_for(moment, launcher, run_dir, job.typical_s, job.rng):
                 break
             if kill(target, launcher, job.rng):
@@ -220,6 +239,22 @@ def compare(run_dir: Path, reference: Path, left_out: tuple[str, ...]) -> list[s
     return found
 
 
+def wrong_prompts(run_dir: Path, steps: int) -> list[str]:
+    """Steps of a finished run that are missing, and prompts that were trained on twice or passed
+    over: a step chooses among twice as many prompts as it takes, and leaves none for good."""
+    logged = [int(line["step"]) for line in metrics_logged(run_dir)]
+    if logged != list(range(1, steps + 1)):
+        return [f"{run_dir}: steps {logged} logged, not {steps}"]
+    taken: list[int] = []
+    for step in range(1, steps + 1):
+        rows = episodes(run_dir).get(f"step_{step}", [])
+        uids = sorted({int(str(row["uid"])) for row in rows})
+        if len(uids) != BATCH or set(uids) & set(taken) or uids[-1] >= (step + 1) * BATCH:
+            return [f"{run_dir}: step {step} trained on {uids} after {taken}"]
+        taken += uids
+    return []
+
+
 def episodes(run_dir: Path) -> dict[str, list[dict[str, object]]]:
     """The sequences of each dumped step, in their order."""
     headers = sorted(run_dir.glob("rollouts/step_*/step.json"))
@@ -240,11 +275,23 @@ def soak(root: Path, reference: Path, job: Job) -> Tally:
         disturb(run_dir, job, tally)
         tally.resumed_from += resumed_steps(run_dir)
         tally.runs += 1
-        tally.failures = tally.failures or compare(run_dir, reference, job.left_out)
+        tally.failures = tally.failures or (
+            compare(run_dir, reference, job.left_out)
+            if job.is_equal
+            else wrong_prompts(run_dir, job.steps)
+        )
         print(f"run {tally.runs}: {tally.kills.total()} kills so far", flush=True)
     for folder in {failure.split(":")[0] for failure in tally.failures}:
         print((Path(folder) / "output.txt").read_text()[-3000:])
     return tally
+
+
+def agent_keys(form: str | None, staleness: int) -> tuple[str, ...]:
+    """The recipe's keys of an agent in this form; none without one."""
+    if form is None:
+        return ()
+    stale = (f"rollout.max_staleness={staleness}", "rollout.over_sampling=1")
+    return (*FORMS[form], *AGENTS, *(stale if staleness else ()))
 
 
 def result(tally: Tally, minutes: float) -> dict[str, object]:
@@ -264,13 +311,19 @@ def main() -> int:
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--kills", type=int, default=20, help="then the last run finishes")
     options.add_argument("--engine", choices=list(ENGINES), default="local")
-    options.add_argument("--agents", action="store_true", help="an agent asks for the answers")
+    form = "how an agent's function takes part: it asks (run) or answers (path)"
+    options.add_argument("--agents", choices=list(FORMS), nargs="?", const="run", help=form)
+    options.add_argument("--staleness", type=int, default=0, help="with --agents: max_staleness")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     is_sglang = arguments.engine == "sglang"
-    overrides = (*ENGINES[arguments.engine], *(AGENTS if arguments.agents else ()))
-    targets = (*OF_TRAINING, *[SERVER] * is_sglang, *[AGENT] * arguments.agents)
+    if arguments.staleness and not arguments.agents:
+        options.error("--staleness needs --agents")
+    overrides = (*ENGINES[arguments.engine], *agent_keys(arguments.agents, arguments.staleness))
+    targets = (*OF_TRAINING, *[SERVER] * is_sglang)
+    if arguments.agents:
+        targets = (*[each for each in targets if each != STOPPED], AGENT)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mppo_soak_") as folder:
         os.environ["TMPDIR"] = folder
@@ -279,12 +332,12 @@ def main() -> int:
         if start_under(torchrun(), reference, arguments.steps, overrides).wait() != 0:
             print((reference / "output.txt").read_text())
             return 1
-        assert len(episodes(reference)) == arguments.steps * arguments.agents
+        assert len(episodes(reference)) == (arguments.steps if arguments.agents else 0)
         typical_s = time.monotonic() - began
         print(f"undisturbed: {arguments.steps} steps in {typical_s:.0f} s", flush=True)
         job = Job(
             overrides, targets, arguments.steps, arguments.kills, typical_s,
-            began + 60 * arguments.minutes, random.Random(arguments.seed),
+            began + 60 * arguments.minutes, random.Random(arguments.seed), not arguments.staleness,
             (*SECONDS, *OF_THE_SERVER) if is_sglang else SECONDS,
         )  # fmt: skip
         tally = soak(root, reference, job)

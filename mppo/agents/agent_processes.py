@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count
-from typing import Any
+from typing import Any, BinaryIO
 
 from mppo.agents.endpoint.session import Session
 from mppo.agents.function_host import LINE_BYTES
@@ -24,7 +25,11 @@ from mppo.batch.episode import EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.safety.foreign_text import json_line, quoted
 
-_ENDING_S = 5.0
+_ENDING_S = 1.0
+"""From the end of a process to that of its output, or the other way round."""
+_POLL_S = 0.02
+_ATTEMPTS = 3
+_OF_SIGNALS = 128
 _PING_S = 5.0
 
 
@@ -35,16 +40,20 @@ class ProcessEnded(Exception):
 class AgentProcess:
     """A process of ``mppo.agents.function_host``.
 
+    Args:
+        process: its orders are the standard input.
+        results: the pipe that it writes to.
+
     Attributes:
         ready: set once the process takes calls, or has ended.
         is_started: whether it has taken calls.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process, self._numbers = process, count()
+    def __init__(self, process: asyncio.subprocess.Process, results: BinaryIO) -> None:
+        self._process, self._results, self._numbers = process, results, count()
         self._waiting: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
-        self.ready, self.is_started = asyncio.Event(), False
-        self._reader = asyncio.create_task(self._read())
+        self.ready, self.is_started, self._is_ending = asyncio.Event(), False, False
+        self._watch = asyncio.create_task(self._until_end())
 
     @property
     def load(self) -> int:
@@ -54,7 +63,7 @@ class AgentProcess:
     @property
     def lives(self) -> bool:
         """Whether the process answers."""
-        return not self._reader.done()
+        return not self._is_ending and self._process.returncode is None
 
     @property
     def exit_code(self) -> int | None:
@@ -67,6 +76,8 @@ class AgentProcess:
         Raises:
             ProcessEnded: the message names the exit code.
         """
+        if self._watch.done():
+            raise ProcessEnded(self._why())
         number, loop = next(self._numbers), asyncio.get_running_loop()
         self._waiting[number] = future = loop.create_future()
         self._send({"id": number, **order})
@@ -91,30 +102,55 @@ class AgentProcess:
 
     async def _read(self) -> None:
         """Take results until the process ends."""
-        assert self._process.stdout is not None
-        with suppress(ValueError, OSError):  # a line that is too long ends the process
-            while line := await self._process.stdout.readline():
+        lines = asyncio.StreamReader(LINE_BYTES)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), self._results
+        )
+        # a line that is too long ends the process
+        with closing(pipe), suppress(ValueError, OSError):
+            while line := await lines.readline():
                 self.is_started = True
                 self.ready.set()
                 answer = json.loads(line)
                 future = self._waiting.pop(answer.get("id"), None)
                 if future is not None and not future.done():
                     future.set_result(answer)
-        with suppress(asyncio.TimeoutError):  # its output has ended, and so it ends soon
-            await asyncio.wait_for(self._process.wait(), _ENDING_S)
-        await self.stop()
+        self._is_ending = True
+
+    async def _until_end(self) -> None:
+        """Take results until the process ends, then fail its calls."""
+        reading = asyncio.create_task(self._read())
+        # not Process.wait: a process that it has left behind may hold its pipes open
+        while self._process.returncode is None and not reading.done():
+            await asyncio.wait([reading], timeout=_POLL_S)
+        await asyncio.wait([reading], timeout=_ENDING_S)
+        reading.cancel()
+        for _ in range(round(_ENDING_S / _POLL_S)):
+            if self._process.returncode is None:
+                await asyncio.sleep(_POLL_S)
+        self._end()
+        while self._process.returncode is None:
+            await asyncio.sleep(_POLL_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self.ready.set()
-        why = f"its process ended with exit code {self.exit_code}"
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ProcessEnded(why))
+                future.set_exception(ProcessEnded(self._why()))
         self._waiting.clear()
 
-    async def stop(self) -> None:
-        """End the process."""
+    def _why(self) -> str:
+        return f"its process ended with exit code {self.exit_code}"
+
+    def _end(self) -> None:
+        self._is_ending = True
         if self._process.returncode is None:
             end(self._process)
-        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process, and with it its calls."""
+        self._end()
+        await asyncio.wait([self._watch])
 
 
 class AgentProcesses:
@@ -146,17 +182,27 @@ class AgentProcesses:
         """Start the processes that do not run.
 
         Raises:
-            RuntimeError: one ended at its start.
+            RuntimeError: one ended at its start, by itself or several times by a signal.
         """
         async with self._starting:
-            self._processes = [process for process in self._processes if process.lives]
-            while len(self._processes) < self._count:
-                self._processes.append(await self._started())
-            for process in self._processes:
-                await process.ready.wait()
-                if not process.is_started:
-                    why = f"exit code {process.exit_code}; what it printed is above"
+            for attempt in range(_ATTEMPTS):
+                await self._start_missing()
+                failed = [each.exit_code or 0 for each in self._processes if not each.is_started]
+                if not failed:
+                    return
+                if attempt == _ATTEMPTS - 1 or not all(map(_is_by_signal, failed)):
+                    why = f"exit code {failed[0]}; what it printed is above"
                     raise RuntimeError(f"a process of rollout.agent could not start: {why}")
+
+    async def _start_missing(self) -> None:
+        for process in self._processes:
+            if not process.lives:
+                await process.stop()
+        self._processes = [process for process in self._processes if process.lives]
+        while len(self._processes) < self._count:
+            self._processes.append(await self._started())
+        for process in self._processes:
+            await process.ready.wait()
 
     async def free(self) -> AgentProcess:
         """The process with the fewest calls."""
@@ -169,15 +215,23 @@ class AgentProcesses:
             await process.stop()
 
     async def _started(self) -> AgentProcess:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *child_command(self._command),
-            env=child_environment(),
-            stdin=pipe,
-            stdout=pipe,
-            limit=LINE_BYTES,
-        )
-        return AgentProcess(process)
+        reading, writing = os.pipe()
+        results, command = os.fdopen(reading, "rb"), child_command(self._command)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=child_environment(), stdin=asyncio.subprocess.PIPE, stdout=writing
+            )
+        except BaseException:
+            results.close()
+            raise
+        finally:
+            os.close(writing)
+        return AgentProcess(process, results)
+
+
+def _is_by_signal(exit_code: int) -> bool:
+    """Whether a process was killed from outside, such as by the kernel for its memory."""
+    return exit_code < 0 or exit_code > _OF_SIGNALS
 
 
 class HostedFunction:

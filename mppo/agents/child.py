@@ -2,7 +2,7 @@
 
 ``python -m mppo.agents.child PARENT COMMAND...``: the exit code is the command's. When the parent
 has ended (even by ``kill -9``), this process gets SIGTERM, or the command ends, every process of
-the command's session is killed.
+the command's session is killed. If this process is killed itself, the command ends with it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ def main(arguments: list[str]) -> int:
             _kill(child.pid)
         os._exit(128 + signal.SIGTERM)
 
+    def end_with_this() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
     signal.signal(signal.SIGTERM, end)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         end()
     try:
-        child = subprocess.Popen(command, start_new_session=True)
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_this)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return _NOT_STARTED

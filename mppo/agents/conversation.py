@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from mppo.rewards.result import NoScore, number
 from mppo.safety.foreign_text import json_line
+from mppo.safety.python_file import describe_error
 
 Message = Mapping[str, Any]
 """A chat message: ``role`` and ``content``."""
@@ -105,10 +106,18 @@ def read_reply(result: Any) -> Reply:
     done = result.get("done", not given)
     if not isinstance(done, bool) or len(given) != (not done):
         raise NoScore("is unclear: give either done: true, or text, or messages")
-    numbers = {str(name): number(value) for name, value in (result.get("numbers") or {}).items()}
+    given_numbers = result.get("numbers") or {}
+    if not isinstance(given_numbers, Mapping):
+        raise NoScore(f"has the numbers {_shown(given_numbers)}, not a mapping")
+    numbers = {str(name): number(value) for name, value in given_numbers.items()}
     finite = {name: value for name, value in numbers.items() if value is not None}
     environment = _environment(given[0]) if given else None
     return Reply(environment, _reward(result.get("reward")), finite, result.get("state"))
+
+
+def describe_failure(error: BaseException) -> str:
+    """What an agent's call raised, or why its reply is none."""
+    return f"its reply {error}" if isinstance(error, NoScore) else describe_error(error)
 
 
 def _environment(value: Any) -> str | list[dict[str, Any]]:

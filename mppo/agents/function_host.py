@@ -2,7 +2,8 @@
 
 ``python -m mppo.agents.function_host FORM NAME ARGUMENTS MEMORY`` reads calls as lines of JSON, and
 writes their results as lines of JSON. It runs calls of coroutine functions all at the same time,
-and others one by one. What the function prints goes to the standard error output.
+and others one by one, without an event loop: they may run one of their own. What the function
+prints goes to the standard error output, and its standard input is empty.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
-from mppo.agents.conversation import Conversation, is_async, make_agent, read_reply
-from mppo.rewards.result import NoScore
+from mppo.agents.conversation import (
+    Conversation,
+    describe_failure,
+    is_async,
+    make_agent,
+    read_reply,
+)
 from mppo.rewards.workers.confinement import limit
 from mppo.rewards.workers.user_function import import_function
-from mppo.safety.python_file import describe_error
 
 LINE_BYTES = 1 << 26
 """Longest line between the rank and the process."""
@@ -27,12 +32,25 @@ Answer = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """The result of a call, which is JSON."""
 
 
-async def serve(answer: Answer, results: int) -> None:
-    """Answer calls until the standard input ends; ``results``: file descriptor."""
+def serve_one_by_one(
+    answer: Callable[[Mapping[str, Any]], Any], orders: BinaryIO, results: int
+) -> None:
+    """Answer calls until the orders end; ``results``: file descriptor."""
+    _write(results, {})
+    for line in orders:
+        order = json.loads(line)
+        try:
+            _write(results, {"id": order["id"], "result": answer(order)})
+        except BaseException as error:  # an exit of its own ends no other call
+            _write(results, {"id": order["id"], "error": _why(error)})
+
+
+async def serve(answer: Answer, orders: BinaryIO, results: int) -> None:
+    """Answer calls, all at the same time, until the orders end; ``results``: file descriptor."""
     _write(results, {})
     loop, running = asyncio.get_running_loop(), dict[int, asyncio.Task[None]]()
     lines = asyncio.StreamReader(LINE_BYTES)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), orders)
     while line := await lines.readline():
         order = json.loads(line)
         if order.get("cancel"):
@@ -49,12 +67,14 @@ async def _call(answer: Answer, order: Mapping[str, Any], results: int) -> None:
     try:
         found = None if order.get("ping") else await answer(order)
         _write(results, number | {"result": found})
-    except NoScore as why:
-        _write(results, number | {"error": f"its reply {why}"})
-    except MemoryError:
-        _write(results, number | {"error": "it needs more than rollout.agent.memory_mb"})
-    except Exception as error:
-        _write(results, number | {"error": describe_error(error)})
+    except BaseException as error:  # an exit or a cancellation of its own ends no other call
+        _write(results, number | {"error": _why(error)})
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs more than rollout.agent.memory_mb"
+    return describe_failure(error)
 
 
 def _write(results: int, value: Mapping[str, Any]) -> None:
@@ -85,16 +105,20 @@ def _run(name: str, arguments: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _path(name: str, arguments: Mapping[str, Any]) -> Answer:
-    """Calls an agent with a conversation."""
+def _serve_path(name: str, arguments: Mapping[str, Any], orders: BinaryIO, results: int) -> None:
+    """Serve calls of an agent with a conversation."""
     agent = make_agent(import_function(name), arguments)
-    waits = is_async(agent)
 
     async def answer(order: Mapping[str, Any]) -> str:
-        found = agent(Conversation(**order["conversation"]))
-        return read_reply(await found if waits else found).to_json()
+        return read_reply(await agent(Conversation(**order["conversation"]))).to_json()
 
-    return answer
+    def answer_at_once(order: Mapping[str, Any]) -> str:
+        return read_reply(agent(Conversation(**order["conversation"]))).to_json()
+
+    if is_async(agent):
+        asyncio.run(serve(answer, orders, results))
+    else:
+        serve_one_by_one(answer_at_once, orders, results)
 
 
 def main(form: str, name: str, arguments: str, memory_mb: str) -> None:
@@ -105,12 +129,16 @@ def main(form: str, name: str, arguments: str, memory_mb: str) -> None:
         arguments: further ones of the function, as JSON.
         memory_mb: most address space, MiB; empty: no limit.
     """
-    results = os.dup(1)
+    orders, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    with open(os.devnull, "rb") as nothing:  # a program that it starts would read the orders
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     if memory_mb:
         limit({"AS": int(memory_mb) << 20})
-    answer = {"run": _run, "path": _path}[form](name, json.loads(arguments))
-    asyncio.run(serve(answer, results))
+    if form == "path":
+        _serve_path(name, json.loads(arguments), orders, results)
+    else:
+        asyncio.run(serve(_run(name, json.loads(arguments)), orders, results))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from mppo.agents.agent_processes import AgentProcesses, ProcessEnded
-from mppo.agents.conversation import Conversation, Reply, is_async, read_reply
+from mppo.agents.conversation import (
+    Conversation,
+    Reply,
+    describe_failure,
+    is_async,
+    read_reply,
+)
 from mppo.config.sections.agent import AgentConfig
-from mppo.rewards.result import NoScore
-from mppo.safety.python_file import describe_error
 
 _RECENT = 256
 """The number of last calls whose time-outs shorten the time limit of the next ones."""
@@ -37,9 +41,9 @@ class TurnAnswers(Protocol):
 class HostedAnswers:
     """``TurnAnswers`` of an agent in processes of its own.
 
-    A call that takes too long ends with its process. Several calls of a coroutine function share a
-    process: those that ended with it are made once more, one at a time, so that only the one at
-    fault has no reply.
+    A call that takes too long ends with its process. Calls that ended with their process are made
+    once more, one at a time: it may have been killed from outside, and several calls of a coroutine
+    function share it. So only the one at fault has no reply.
     """
 
     def __init__(self, config: AgentConfig, *, waits: bool) -> None:
@@ -60,10 +64,9 @@ class HostedAnswers:
         try:
             async with self._free:
                 return await self._answer(conversation)
-        except ProcessEnded as why:
-            if not self._waits:
-                return str(why)
-        async with self._alone:
+        except ProcessEnded:
+            pass
+        async with self._alone, self._free:
             try:
                 return await self._answer(conversation)
             except ProcessEnded as why:
@@ -76,13 +79,22 @@ class HostedAnswers:
         call = process.call({"conversation": vars(conversation)})
         try:
             found = await asyncio.wait_for(call, limit_s)
+        except asyncio.CancelledError:
+            if not self._waits:  # it would go on with the call
+                await process.stop()
+            raise
         except asyncio.TimeoutError:
             self._late.append(True)
             if not self._waits or not await process.responds():
                 await process.stop()
             return _late(self._config.timeout_s) + ", or what other time-outs leave of it"
         self._late.append(False)
-        return found["error"] if "error" in found else Reply.from_json(found["result"])
+        if "error" in found:
+            return found["error"]
+        try:
+            return Reply.from_json(found["result"])
+        except (ValueError, RecursionError) as error:
+            return f"its reply cannot be read: {error}"
 
     async def stop(self) -> None:
         """See ``TurnAnswers.stop``."""
@@ -101,19 +113,29 @@ class GivenAnswers:
 
     async def answer(self, conversation: Conversation) -> Reply | str:
         """See ``TurnAnswers.answer``; only a coroutine function has a time limit."""
+        call: asyncio.Future[Reply | str]
+        if is_async(self._agent):
+            call, limit_s = asyncio.ensure_future(self._await(conversation)), self._timeout_s
+        else:
+            loop = asyncio.get_running_loop()
+            call, limit_s = loop.run_in_executor(self._thread, self._call, conversation), None
         try:
-            if is_async(self._agent):
-                found = await asyncio.wait_for(self._agent(conversation), self._timeout_s)
-            else:
-                loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._thread, self._agent, conversation)
-            return Reply.from_json(read_reply(found).to_json())
-        except NoScore as why:
-            return f"its reply {why}"
-        except asyncio.TimeoutError:
-            return _late(self._timeout_s)
-        except Exception as error:
-            return describe_error(error)
+            await asyncio.wait([call], timeout=limit_s)
+            return call.result() if call.done() else _late(self._timeout_s)
+        finally:
+            call.cancel()
+
+    async def _await(self, conversation: Conversation) -> Reply | str:
+        try:
+            return Reply.from_json(read_reply(await self._agent(conversation)).to_json())
+        except BaseException as error:  # an exit of its own would end the episodes' event loop
+            return describe_failure(error)
+
+    def _call(self, conversation: Conversation) -> Reply | str:
+        try:
+            return Reply.from_json(read_reply(self._agent(conversation)).to_json())
+        except BaseException as error:  # as above
+            return describe_failure(error)
 
     async def stop(self) -> None:
         """Do nothing: there is no process."""

@@ -26,7 +26,7 @@ SMALLEST = {
     "checkpoint.py": ["--repeat", "1", "--vocabulary", "512", "--hidden", "128", "--layers", "2",
                       "--tokens", "128", "--folder", "."],
     "soak.py": ["--agents", "--kills", "1", "--steps", "3", "--minutes", "10",
-                "--seed", "6"],  # kills a rank
+                "--seed", "6"],  # kills an agent
     "episode_soak.py": ["--engine", "local", "--episodes", "24", "--batch", "8"],
     "estimators.py": ["--repeat", "1", "--sequences", "8", "--tokens", "64"],
     "weight_sync.py": ["--layers", "1", "--repeat", "2"],
