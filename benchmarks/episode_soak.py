@@ -109,13 +109,13 @@ class RandomAgents:
     async def start(self) -> None:
         """See ``Program.start``."""
 
-    async def run(self, access, task) -> EpisodeResult:
+    async def run(self, session, prompt) -> EpisodeResult:
         """See ``Program.run``."""
-        where = {"base_url": access.base_url, "api_key": access.api_key}
+        where = {"base_url": session.base_url, "api_key": session.key}
         client = openai.AsyncOpenAI(**where, http_client=self._http, timeout=None)
-        chance = random.Random(f"{self._seed}/{access.api_key}")
+        chance = random.Random(f"{self._seed}/{session.key}")
         agent = RandomAgent(client, self._http, *where.values(), chance, stops=(None,))
-        self.lives[access.base_url.split("/")[-2]] = agent
+        self.lives[session.base_url.split("/")[-2]] = agent
         try:
             await agent.live()
             if not agent.read:  # it has left before every answer

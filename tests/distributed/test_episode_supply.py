@@ -13,6 +13,7 @@ from agent_case import PROMPTS, SAMPLING, local_engine
 from ranks import start_ranks
 
 from mppo.agents.episode_engine import EpisodeEngine
+from mppo.agents.program import opening_of
 from mppo.batch.episode import EpisodeResult
 from mppo.config.sections.agent import AgentConfig
 from mppo.hub.builtin import byte_tokenizer
@@ -29,12 +30,12 @@ class _OneTurn:
     async def start(self) -> None:
         pass
 
-    async def run(self, access, task) -> EpisodeResult:
+    async def run(self, session, prompt) -> EpisodeResult:
         if self.waits:
             await asyncio.Event().wait()
-        where = {"base_url": access.base_url, "api_key": access.api_key, "timeout": None}
+        where = {"base_url": session.base_url, "api_key": session.key, "timeout": None}
         async with openai.AsyncOpenAI(**where) as client:
-            await client.chat.completions.create(model="policy", messages=task["messages"])
+            await client.chat.completions.create(model="policy", messages=opening_of(prompt))
         return EpisodeResult(1.0)
 
     async def stop(self) -> None:
