@@ -98,7 +98,7 @@ class EpisodeEngine(EngineAround):
         self._metrics: dict[str, float] = {}
 
     def _nothing_running(self) -> RunningEpisodes:
-        return RunningEpisodes(self._run, self._config.max_concurrent)
+        return RunningEpisodes(self._run, self._config.most_at_once)
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``; episodes that go on do so during it.

@@ -51,7 +51,7 @@ class HostedAnswers:
             "path", str(config.path), config.call_arguments, config.processes, config.memory_mb
         )
         self._config, self._waits = config, waits
-        self._free = asyncio.Semaphore(config.max_concurrent if waits else config.processes)
+        self._free = asyncio.Semaphore(config.most_at_once if waits else config.processes)
         self._alone = asyncio.Lock()
         self._late: deque[bool] = deque(maxlen=_RECENT)
 

@@ -66,8 +66,9 @@ class AgentConfig(Section):
     max_seconds: float = Field(default=1800.0, gt=0)
     """Longest duration of an episode. Its processes then end, and its score is
     ``reward.on_error``."""
-    max_concurrent: int = Field(default=64, ge=1)
-    """Most episodes at the same time on each rank."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Most episodes at the same time on each rank. null: 64 with ``command``, which starts a
+    process for each, and otherwise 256."""
     tool_format: str = "hermes"
     """How the policy writes calls of tools, for ``run`` and ``command``: ``hermes``, or a
     ``tool-call-parser`` of SGLang, such as ``qwen25`` or ``llama3``."""
@@ -83,6 +84,11 @@ class AgentConfig(Section):
     """Address space, MiB, of a process that runs ``path``. null: no limit."""
     processes: int = Field(default=1, ge=1)
     """Processes of each rank that run ``path`` or ``run``."""
+
+    @property
+    def most_at_once(self) -> int:
+        """``max_concurrent``, or its default."""
+        return self.max_concurrent or (64 if self.command is not None else 256)
 
     @property
     def uses_endpoint(self) -> bool:
