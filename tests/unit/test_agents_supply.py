@@ -32,6 +32,17 @@ WAITING = """
         return float(task["ground_truth"])
 """
 """The episodes of two of four prompts wait after their first turn, until a file is there."""
+ANSWERING = """
+    async def run(conversation):
+        name = conversation.ground_truth
+        if conversation.turn == 2:
+            return {"reward": float(name), "done": True}
+        open(f"{here}/{name}", "a").write("x")
+        while name in ("0", "3") and not os.path.exists(f"{here}/go"):
+            await asyncio.sleep(0.02)
+        return "more"
+"""
+"""The same as a function that answers the policy's first turn."""
 REQUEST = GenerationRequest(PROMPTS, SAMPLING, 24, 11, num_prompts_needed=2)
 
 
@@ -40,13 +51,16 @@ def started(tmp_path):
     """Starts an engine whose episodes wait; the engine, and the folder of their marks."""
     engines = []
 
-    def start(goes_on: bool, **config):
+    def start(goes_on: bool, kind: str = "run", **config):
         path = tmp_path / "agent.py"
         where = f"\n    here = {str(tmp_path)!r}\n"
-        path.write_text(textwrap.dedent(OPENING + where) + textwrap.dedent(WAITING))
+        program = WAITING if kind == "run" else ANSWERING
+        path.write_text(textwrap.dedent(OPENING + where) + textwrap.dedent(program))
         keys = [f"rollout.agent.{name}={value}" for name, value in config.items()]
-        task = ["model.path=builtin:tiny", "data.task=arithmetic", f"rollout.agent.run={path}:run"]
-        recipe = load_recipe(None, [*task, *keys])
+        agent = f"rollout.agent.{kind}={path}:run"
+        recipe = load_recipe(
+            None, ["model.path=builtin:tiny", "data.task=arithmetic", agent, *keys]
+        )
         engine = EpisodeEngine(
             local_engine(), build_agent(recipe), byte_tokenizer(), recipe.rollout.agent, 64,
             goes_on=goes_on,
@@ -73,8 +87,11 @@ def versions(episode: Episode) -> list[int]:
     return [version for version, _ in episode.parts if version != NO_WEIGHTS]
 
 
-def test_a_batch_takes_what_is_complete_and_the_rest_goes_on_with_new_weights(started, tmp_path):
-    engine = started(goes_on=True)
+@pytest.mark.parametrize("kind", ["run", "path"])
+def test_a_batch_takes_what_is_complete_and_the_rest_goes_on_with_new_weights(
+    kind, started, tmp_path
+):
+    engine = started(goes_on=True, kind=kind)
     early: list[int] = []
     first = engine.submit(replace(REQUEST, on_response=lambda places, _: early.extend(places)))
     taken = first.collect()
