@@ -24,8 +24,6 @@ COMMON = [
     "rollout.n=1",
     "data.train_batch_size=8",
     "actor.ppo_mini_batch_size=4",
-    "actor.ppo_epochs=2",
-    "critic.ppo_epochs=2",
     "actor.shuffle=true",
     "actor.optim.lr=1e-2",
     "critic.optim.lr=1e-2",
@@ -92,98 +90,84 @@ class Update:
         return SPOILED + self.spoiled
 
 
-ONCE = both("ppo_epochs=1")
-"""For cases of layouts and models: a second epoch is only two mini-batches more."""
 PP2 = both(f"{PP}=2")
 VPP2 = (*PP2, *both(f"{VPP}=2"))
+TWICE = both("ppo_epochs=2")
+"""For one case of each schedule: a second epoch is only two mini-batches more."""
 SIZES = (
     "actor.ppo_micro_batch_size_per_gpu=2",
     "critic.use_dynamic_bsz=true",
     "critic.ppo_max_token_len_per_gpu=30",
-    "critic.ppo_epochs=1",
 )
 BALANCED = both("megatron.moe_router_load_balancing_type=aux_loss")
 MOVING = both("megatron.moe_router_bias_update_rate=0.01")
 CASES = {
-    "PP2": Update("qwen2_shallow", PP2),
-    "PP2, a fused schedule": Update("qwen2_shallow", PP2, kind="fused"),
-    "PP2, sequential": Update("qwen2_shallow", PP2, kind="sequential"),
+    "PP2, a fused schedule": Update("qwen2_shallow", (*PP2, *TWICE), kind="fused"),
     "PP2, sequential, recorded": Update(
-        "qwen2_shallow", PP2, kind="sequential", recorded="sequential"
+        "qwen2_shallow", (*PP2, *TWICE), kind="sequential", recorded="sequential"
     ),
-    "PP2, recorded": Update("qwen2_shallow", PP2, recorded="flush_free"),
+    "PP2, recorded": Update("qwen2_shallow", (*PP2, *TWICE), recorded="flush_free"),
     "PP4": Update("qwen2", both(f"{PP}=4")),
-    "PP2, critic of half the depth": Update(
-        "qwen2", (*PP2, *ONCE), beside=Update("qwen2_shallow", ())
-    ),
+    "PP2, critic of half the depth": Update("qwen2", PP2, beside=Update("qwen2_shallow", ())),
     "PP2, a skipped step": Update("qwen2_shallow", PP2, spoiled=True),
     "PP2, a step skipped together": Update(
         "qwen2_shallow", (*PP2, "trainer.align_overflow=true"), kind="fused", spoiled=True
     ),
     "PP2, offloaded": Update("qwen2_shallow", PP2, offloaded=True),
     "PP2, a skipped step, offloaded": Update("qwen2_shallow", PP2, spoiled=True, offloaded=True),
-    "PP1, bfloat16, offloaded": Update(
-        "qwen2_shallow", ("model.dtype=bfloat16", *ONCE), offloaded=True
-    ),
+    "PP1, bfloat16, offloaded": Update("qwen2_shallow", ("model.dtype=bfloat16",), offloaded=True),
     "PP1, no distributed optimizer, offloaded": Update(
         "qwen2_shallow",
-        (*both("megatron.use_distributed_optimizer=false"), *ONCE),
+        both("megatron.use_distributed_optimizer=false"),
         kind="fused",
         offloaded=True,
     ),
     "MoE, EP2xPP2, bfloat16, offloaded": Update(
         "qwen3_moe_shallow",
-        (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16", *ONCE),
+        (*PP2, *both(f"{EP}=2"), "model.dtype=bfloat16"),
         offloaded=True,
     ),
-    "PP1, actor TP2": Update("qwen2_shallow", (f"actor.{TP}=2", *ONCE)),
-    "actor TP2xPP2, critic PP2": Update("qwen2_shallow", (*PP2, f"actor.{TP}=2", *ONCE)),
+    "PP1, actor TP2": Update("qwen2_shallow", (f"actor.{TP}=2",)),
+    "actor TP2xPP2, critic PP2": Update("qwen2_shallow", (*PP2, f"actor.{TP}=2")),
     "PP2, gradients and weights in the background, offloaded": Update(
         "qwen2",
         (
             *PP2,
             *both("megatron.overlap_grad_reduce=true"),
             *both("megatron.overlap_param_gather=true"),
-            *ONCE,
         ),
         offloaded=True,
     ),
     "PP2, no distributed optimizer": Update(
-        "qwen2_shallow", (*PP2, *both("megatron.use_distributed_optimizer=false"), *ONCE)
+        "qwen2_shallow", (*PP2, *both("megatron.use_distributed_optimizer=false"))
     ),
-    "CP2xPP2": Update("qwen2_shallow", (*PP2, *both(f"{CP}=2"), *ONCE)),
-    "tied embeddings, TP2xPP2": Update("qwen2_tied_shallow", (*PP2, *both(f"{TP}=2"), *ONCE)),
+    "CP2xPP2": Update("qwen2_shallow", (*PP2, *both(f"{CP}=2"))),
+    "tied embeddings, TP2xPP2": Update("qwen2_tied_shallow", (*PP2, *both(f"{TP}=2"))),
     "micro-batches of other sizes": Update("qwen2_shallow", (*PP2, *SIZES)),
-    "full recomputation": Update(
-        "qwen2", (*PP2, "actor.megatron.recompute_granularity=full", *ONCE)
-    ),
+    "full recomputation": Update("qwen2", (*PP2, "actor.megatron.recompute_granularity=full")),
     "MoE, EP2xPP2": Update(
         "qwen3_moe_shallow",
-        (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01"), *ONCE),
+        (*PP2, *both(f"{EP}=2"), *BALANCED, *both("megatron.moe_aux_loss_coeff=0.01")),
     ),
     "VPP2xPP2, a fused schedule": Update("qwen2", VPP2, kind="fused"),
-    "VPP2xPP2, sequential": Update("qwen2", VPP2, kind="sequential"),
     "VPP2xPP2, sequential, recorded": Update(
-        "qwen2", VPP2, kind="sequential", recorded="interleaved"
+        "qwen2", (*VPP2, *TWICE), kind="sequential", recorded="interleaved"
     ),
-    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2", *ONCE)),
+    "VPP2xPP2, a plain critic": Update("qwen2", (*PP2, f"actor.{VPP}=2")),
     "tied embeddings, VPP2xPP2, gradients reduced in the background": Update(
-        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"), *ONCE)
+        "qwen2_tied", (*VPP2, *both("megatron.overlap_grad_reduce=true"))
     ),
-    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED, *ONCE)),
-    "PP2, messages by their order": Update(
-        "qwen2_tied_shallow", (*PP2, *ONCE), messages="by order"
-    ),
+    "MoE, VPP2xEP2xPP2": Update("qwen3_moe", (*VPP2, *both(f"{EP}=2"), *BALANCED)),
+    "PP2, messages by their order": Update("qwen2_tied_shallow", PP2, messages="by order"),
     "PP2, waits for all messages, recorded": Update(
-        "qwen2_shallow", PP2, messages="after waits", recorded="waiting"
+        "qwen2_shallow", (*PP2, *TWICE), messages="after waits", recorded="waiting"
     ),
     "PP4, waits for all messages": Update("qwen2", both(f"{PP}=4"), messages="after waits"),
-    "VPP2xPP2, messages by their order": Update("qwen2", VPP2, messages="by order"),
     "VPP2xPP2, recorded, messages by their order": Update(
-        "qwen2", VPP2, messages="by order", recorded="in order"
+        "qwen2", (*VPP2, *TWICE), messages="by order", recorded="in order"
     ),
     "MLA and MoE with moving biases, TP2xPP2": Update(
-        "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2", *ONCE)
+        "moonlight", (*PP2, *both(f"{TP}=2"), *MOVING, "actor.router_replay=R2")
     ),
 }
 

@@ -32,6 +32,15 @@ ALIKE = {
     "last:qwen3_8b_gsm8k_math",
 }
 """Stages whose modules of Transformer Engine and whose collectives are those of another one."""
+FULL_DEPTH = (
+    "first:pythia_1b_tldr",
+    "first:gemma_2_2b_gsm8k",
+    "first:deepseek_llm_7b_gsm8k_cp2",
+    "first:qwen2.5_32b_gsm8k_math",
+    "first:qwen3_30b_a3b_gsm8k_math",
+    "last:moonlight_16b_a3b_gsm8k",
+)
+"""One stage of each kind of layout: data parallel, TP, CP, TP with PP, EP with PP, all but CP."""
 _LABEL = re.compile(rf"({'|'.join(LABELS)}): (.*)")
 
 

@@ -31,7 +31,7 @@ from mppo_simulate.quick import (
     with_layers,
 )
 from mppo_simulate.rank import LASTING_BUFFERS, RankResult, simulate_rank
-from recipe_list import ALIKE
+from recipe_list import FULL_DEPTH
 from simulated_resume import saved_and_loaded
 
 from mppo.config.checks import load_checked
@@ -308,7 +308,7 @@ def run(name: str) -> dict[str, Any]:
         case = recipe_case(what, kind == "last", STORED if kind == "stored" else ())
         result = isolated(simulate_rank, shallow(case))
         found = summary(shallow(case), result)
-        if not TE_FOLDER and kind != "stored" and name not in ALIKE:
+        if not TE_FOLDER and name in FULL_DEPTH:
             found["verdicts"] = verdicts(case, at_full_depth(case, result))
         return found
     except SimulationError as error:

@@ -3,8 +3,8 @@ ranks (``recipe_list``), and mistakes that no test on a CPU can see.
 
 Every pipeline's first and last stage runs, and one recipe of each kind of layer and layout with
 Transformer Engine too. One process simulates all cases of a variant, each in a fork. A case has the
-fewest layers per pipeline chunk among which is every kind of layer; those of one recipe of each
-kind are scaled to the recipe's depth. A small model and a recipe of eight layers also run in full;
+fewest layers per pipeline chunk among which is every kind of layer; one of each kind of layout is
+scaled to the recipe's depth. A small model and a recipe of eight layers also run in full;
 with ``MPPO_SIMULATE_ALL=1`` DeepSeek-V3 too.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from planned_time import PEAK
-from recipe_list import ALIKE, simulated_recipes
+from recipe_list import ALIKE, FULL_DEPTH, simulated_recipes
 from simulated import recipe_case, shallow
 
 from mppo.planning.plan import plan_roles
@@ -211,7 +211,7 @@ def test_the_plan_counts_what_an_interleaved_pipeline_keeps(name, simulated):
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FULL_DEPTH)
 def test_a_recipe_fits_its_gpus_in_every_phase(name, simulated):
     """With the parts on the GPU that the plan leaves there, at the recipe's full depth, which costs
     a second simulation; that others fit, the plan says (``test_planning_residency.py``)."""
