@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.verl.names import RENAMED, canonical_key
+from mppo.config.other_systems import RENAMED, canonical_key
 from mppo.safety.input_files import MAX_DEPTH, read_text
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
