@@ -23,6 +23,7 @@ from mppo.config.computed_keys import TRL_KEYS, computed_keys
 from mppo.config.document import (
     BASE_KEY,
     apply_overrides,
+    block_yaml,
     document_of,
     merge_documents,
     read_document,
@@ -34,7 +35,6 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.agent import following_environment
 from mppo.config.sections.megatron import Offload
 from mppo.config.sections.registered import load_plugins
-from mppo.config.yaml_text import block_yaml
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -261,15 +261,8 @@ def _expand(value: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """Whether a part of pydantic's error location is a branch of a union instead of a key."""
-    branches = {
-        "bool",
-        "int",
-        "float",
-        "str",
-        "constrained-int",
-        "constrained-float",
-        Offload.__name__,
-    }
+    branches = {"bool", "int", "float", "str", "constrained-int", "constrained-float",
+                Offload.__name__}  # fmt: skip
     return isinstance(part, str) and ("[" in part or part in branches)
 
 
