@@ -10,16 +10,14 @@ from typing import Any
 from mppo.config.data_set_name import DataSetName, is_data_set, parse_data_set
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.load import Given, read_recipe, source_name
-from mppo.config.rules import (
+from mppo.config.rules import (  # noqa: F401 (importing them fills RULES)
     agent,
     algorithm,
     data,
     engine,
     frozen,
     layout,
-    offload,
     reward,
-    reward_model,
     training,
 )
 from mppo.config.rules.files import check_code, check_files, check_run_folder, is_hub_name
@@ -28,20 +26,6 @@ from mppo.config.schema import Recipe
 from mppo.config.sections.model import Hub
 from mppo.config.sections.role_config import RoleConfig
 from mppo.weights.shape import max_positions, model_shape
-
-RULE_MODULES = (
-    layout,
-    frozen,
-    offload,
-    data,
-    training,
-    algorithm,
-    engine,
-    agent,
-    reward_model,
-    reward,
-)
-"""Importing them fills ``RULES``."""
 
 ReadConfig = Callable[[str], Any]
 """From a model's path to its Hugging Face config object; raises ValueError or ConfigError."""
@@ -96,7 +80,7 @@ def check_recipe(
     per_node = ranks_per_node or recipe.trainer.n_gpus_per_node
     context = RuleContext(recipe, world_size, shapes, positions, hf_configs, per_node)
     for keys, function in RULES:
-        if not _touches(keys, keys_with_issues):
+        if not any(_reads(pattern, key) for pattern in keys for key in keys_with_issues):
             issues += function(context)
     return _without_duplicates(issues)
 
@@ -136,7 +120,9 @@ def load_checked(
         ConfigError: with all issues; those that need a model's config.json only if there are no
             others.
     """
-    _check_world(world_size)
+    if world_size is not None and world_size < 1:
+        why, fix = "a run has at least one rank", "give a number of ranks, or leave it out"
+        raise ConfigError([ConfigIssue("--world-size", world_size, why, fix)])
     recipe, issues = read_recipe(given, overrides, remarks)
     if recipe is None:
         raise ConfigError(issues, source=source_name(given))
@@ -166,12 +152,6 @@ def load_checked(
     if issues:
         raise ConfigError(_without_duplicates(issues), source=source_name(given))
     return recipe
-
-
-def _check_world(size: int | None) -> None:
-    if size is not None and size < 1:
-        fix = "give a number of ranks, or leave it out"
-        raise ConfigError([ConfigIssue("--world-size", size, "a run has at least one rank", fix)])
 
 
 def _keys(issues: Iterable[ConfigIssue]) -> set[str]:
@@ -221,13 +201,12 @@ def _with_local_files(recipe: Recipe, fetch: FetchDataSet) -> tuple[Recipe, list
                 found[field] = tuple(file for part in files for file in part)
         return found
 
-    data = recipe.data
     sources = tuple(
         source.model_copy(update=local(f"data.sources.{index}", source))
-        for index, source in enumerate(data.sources)
+        for index, source in enumerate(recipe.data.sources)
     )
-    data = data.model_copy(update={**local("data", data), "sources": sources})
-    return recipe.model_copy(update={"data": data}), issues
+    found = recipe.data.model_copy(update={**local("data", recipe.data), "sources": sources})
+    return recipe.model_copy(update={"data": found}), issues
 
 
 def _fetched(
@@ -289,11 +268,6 @@ def _model_issue(key: str, name: str, error: Exception) -> ConfigIssue:
 def _without_duplicates(issues: Iterable[ConfigIssue]) -> list[ConfigIssue]:
     """One issue per key and reason: roles that share a model find the same ones."""
     return list({(issue.key, issue.why): issue for issue in issues}.values())
-
-
-def _touches(keys: Collection[str], keys_with_issues: Collection[str]) -> bool:
-    """Whether a rule reads a key that already has an issue."""
-    return any(_reads(pattern, key) for pattern in keys for key in keys_with_issues)
 
 
 def _reads(pattern: str, key: str) -> bool:

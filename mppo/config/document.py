@@ -1,7 +1,9 @@
-"""Read YAML files and ``key=value`` overrides into one nested mapping.
+"""Read YAML files and ``key=value`` overrides into one nested mapping, and write YAML.
 
 Scalars follow YAML 1.2: ``off`` and ``no`` are words, ``1e-6`` is a number, a date is text. A key
-that is given twice is an error.
+that is given twice is an error. In what is written, every character that is not printable
+(controls, separators, marks of direction) is an escape in double quotes, so that a reader sees all
+that a program reads.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import yaml
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.verl.names import RENAMED, canonical_key
+from mppo.config.other_systems import RENAMED, canonical_key
 from mppo.safety.input_files import MAX_DEPTH, read_text
 
 MAX_BYTES, MAX_NODES, MAX_DIGITS, MAX_BASES = 1 << 20, 100_000, 30, 20
@@ -118,11 +120,6 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
     )
-
-
-def implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Tags and patterns of plain scalars that are not texts, by first character."""
-    return _Loader.yaml_implicit_resolvers
 
 
 def parse_yaml(text: str) -> Any:
@@ -341,3 +338,48 @@ def _one_line(error: Exception) -> str:
 
 def _fix(error: yaml.YAMLError) -> str:
     return "indent by spaces, not tabs" if "'\\t'" in str(error) else "correct that line"
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; it quotes texts that would be other values in YAML 1.1 or 1.2."""
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *rows]
+    for first, rows in (
+        dict.fromkeys(yaml.SafeDumper.yaml_implicit_resolvers, ()) | _Loader.yaml_implicit_resolvers
+    ).items()
+}
+
+
+def inline_yaml(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = _dump(value, flow=True, width=1 << 30)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def block_yaml(value: Any) -> str:
+    """A value as YAML, an entry per line, in its own order."""
+    return _dump(value, flow=False, width=80)
+
+
+def _dump(value: Any, flow: bool, width: int) -> str:
+    def dump(allow_unicode: bool) -> str:
+        return yaml.dump(
+            value,
+            Dumper=_Dumper,
+            default_flow_style=flow,
+            width=width,
+            allow_unicode=allow_unicode,
+            sort_keys=False,
+        )
+
+    text = dump(allow_unicode=True)
+    # PyYAML leaves marks of direction and other unprintable characters as they are
+    return text if text.replace("\n", "").isprintable() else dump(allow_unicode=False)

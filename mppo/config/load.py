@@ -19,23 +19,22 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mppo.config.computed_keys import TRL_KEYS, computed_keys
 from mppo.config.document import (
     BASE_KEY,
     apply_overrides,
+    block_yaml,
     document_of,
     merge_documents,
     read_document,
 )
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.other_systems import canonical_key, system_of
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
 from mppo.config.sections.agent import following_environment
 from mppo.config.sections.megatron import Offload
 from mppo.config.sections.registered import load_plugins
-from mppo.config.trl import TRL_KEYS, compute_trl_keys
-from mppo.config.verl.keys import VerlTranslation
-from mppo.config.verl.names import canonical_key
-from mppo.config.yaml_text import block_yaml
 from mppo.safety.redact import redact
 
 PATH_KEYS = frozenset(
@@ -85,7 +84,7 @@ def read_recipe(
     issues instead of raising.
 
     Keys with an issue have their default; the recipe is None if that is impossible. ``remarks``
-    receives a line for the log for every key that has no effect or another meaning than written.
+    receives a line for the log for every key that is given twice or from which others are computed.
     """
     issues: list[ConfigIssue] = []
     document: dict[str, Any] = {}
@@ -99,11 +98,9 @@ def read_recipe(
             return None, issues
     document, override_issues = apply_overrides(document, overrides)
     issues += override_issues
-    translation = VerlTranslation(document)
-    issues += translation.issues
-    document = compute_trl_keys(translation.document, issues, translation.remarks)
-    if remarks is not None:
-        remarks += [*repeated_overrides(overrides), *translation.remarks]
+    remarks = [] if remarks is None else remarks
+    remarks += repeated_overrides(overrides)
+    document = computed_keys(document, issues, remarks)
     issues += load_plugins(document)
     document = merge_documents(following_environment(document), document)
     document = _normalise(apply_preset(document), Recipe, "", issues)
@@ -264,15 +261,8 @@ def _expand(value: Any) -> Any:
 
 def _is_branch(part: str | int) -> bool:
     """Whether a part of pydantic's error location is a branch of a union instead of a key."""
-    branches = {
-        "bool",
-        "int",
-        "float",
-        "str",
-        "constrained-int",
-        "constrained-float",
-        Offload.__name__,
-    }
+    branches = {"bool", "int", "float", "str", "constrained-int", "constrained-float",
+                Offload.__name__}  # fmt: skip
     return isinstance(part, str) and ("[" in part or part in branches)
 
 
@@ -323,7 +313,8 @@ def _explain(entry: Mapping[str, Any], parts: Sequence[str | int]) -> tuple[str,
 
 
 def _fix_unknown(parts: Sequence[str | int]) -> str:
-    """The fix for an unknown key: its right place, the nearest name, or all keys of the section."""
+    """The fix for an unknown key: its right place, the program that translates it, the nearest
+    name, or all keys of the section."""
     name = str(parts[-1])
     key = _any_index(".".join(str(part) for part in parts))
     known = recipe_keys()
@@ -334,6 +325,9 @@ def _fix_unknown(parts: Sequence[str | int]) -> str:
     elsewhere = [k for k in known if k.rpartition(".")[2] == name]
     if elsewhere:
         return f"write {' or '.join(elsewhere[:4])}"
+    if system := system_of(name):
+        command = f"mppo-migrate {system} < run.sh > recipe.yaml"
+        return f"translate the command of {system}: {command} (pip install ./extras/migrate)"
     close = nearest(name, siblings if section else tops)
     if close:
         return f"did you mean {section + '.' if section else ''}{close}?"

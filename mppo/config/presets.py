@@ -1,7 +1,7 @@
 """``algorithm.preset``: the defaults of other systems, and the settings of papers.
 
-Each row is a key, that system's or paper's value, and its source. Keys that the user set keep their
-value; keys that are not listed keep mppo's default.
+A preset has keys and that system's or paper's values, by their source. Keys that the user set keep
+their value; keys that are not listed keep mppo's default.
 
 Sources: verl 0.7 ``_generated_ppo_megatron_trainer.yaml``; TRL 1.12 ``PPOConfig`` and its train
 loop; DeepSpeed-Chat ``step3_rlhf_finetuning/main.py``, ``ppo_trainer.py``, ``rlhf_engine.py``;
@@ -33,17 +33,8 @@ class IfSet:
     value: Any
 
 
-@dataclass(frozen=True)
-class PresetRow:
-    """One default of a system: ``value`` for ``key``, according to ``source``."""
-
-    key: str
-    value: Any
-    source: str
-
-
-def _rows(source: str, values: Mapping[str, Any]) -> tuple[PresetRow, ...]:
-    return tuple(PresetRow(key, value, source) for key, value in values.items())
+Preset = Mapping[str, Mapping[str, Any]]
+"""By source, the keys that it sets and their values."""
 
 
 def _both(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +42,8 @@ def _both(values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{role}.{key}": value for key, value in values.items() for role in ("actor", "critic")}
 
 
-VERL = _rows(
-    "ppo_megatron_trainer.yaml: data, trainer, rollout",
-    {
+VERL: Preset = {
+    "ppo_megatron_trainer.yaml: data, trainer, rollout": {
         "data.train_batch_size": 1024,
         "data.max_prompt_length": 512,
         "data.max_response_length": 512,
@@ -66,9 +56,7 @@ VERL = _rows(
         "rollout.top_k": -1,
         "rollout.val_kwargs.temperature": 0.0,
     },
-) + _rows(
-    "ppo_megatron_trainer.yaml: algorithm, actor, critic",
-    {
+    "ppo_megatron_trainer.yaml: algorithm, actor, critic": {
         "algorithm.adv_estimator": "gae",
         "algorithm.gamma": 1.0,
         "algorithm.lam": 1.0,
@@ -96,76 +84,54 @@ VERL = _rows(
         "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
         "critic.cliprange_value": 0.5,
         "critic.optim.lr": 1e-5,
+        **_both({"optim.weight_decay": 0.01, "optim.clip_grad": 1.0, "optim.betas": (0.9, 0.999)}),
+    },
+}
+
+TRL: Preset = {
+    "PPOConfig": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 0.95,
+        "algorithm.whiten_rewards": False,
+        "algorithm.kl_penalty": "k1",
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.05,
+        "actor.ppo_epochs": 4,
+        "actor.clip_ratio": 0.2,
+        "actor.optim.lr": 3e-6,
+        "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
+        "critic.cliprange_value": 0.2,
+        "critic.value_loss_coef": 0.1,
+        "critic.optim.lr": CopyOf("actor.optim.lr"),
+        "data.max_response_length": 53,
+        "rollout.temperature": 0.7,
+        "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
+    },
+    "PPOTrainer.train": {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.whiten_advantages": True,
+        "algorithm.score_after_end": True,
+        "actor.clip_ratio_c": None,
+        "actor.entropy_coeff": 0.0,
+        "actor.use_kl_loss": False,
+        **_both({"shuffle": True, "loss_agg_mode": "token-mean", "optim.clip_grad": 0.0}),
+    },
+    "transformers.TrainingArguments": {
+        "trainer.total_epochs": 3,
+        "trainer.seed": 42,
         **_both(
             {
-                "optim.weight_decay": 0.01,
-                "optim.clip_grad": 1.0,
+                "optim.weight_decay": 0.0,
                 "optim.betas": (0.9, 0.999),
+                "optim.lr_decay_style": "linear",
             }
         ),
     },
-)
+}
 
-TRL = (
-    _rows(
-        "PPOConfig",
-        {
-            "algorithm.adv_estimator": "gae",
-            "algorithm.gamma": 1.0,
-            "algorithm.lam": 0.95,
-            "algorithm.whiten_rewards": False,
-            "algorithm.kl_penalty": "k1",
-            "algorithm.kl_ctrl.type": "fixed",
-            "algorithm.kl_ctrl.kl_coef": 0.05,
-            "actor.ppo_epochs": 4,
-            "actor.clip_ratio": 0.2,
-            "actor.optim.lr": 3e-6,
-            "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
-            "critic.cliprange_value": 0.2,
-            "critic.value_loss_coef": 0.1,
-            "critic.optim.lr": CopyOf("actor.optim.lr"),
-            "data.max_response_length": 53,
-            "rollout.temperature": 0.7,
-            "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
-        },
-    )
-    + _rows(
-        "PPOTrainer.train",
-        {
-            "algorithm.use_kl_in_reward": True,
-            "algorithm.whiten_advantages": True,
-            "algorithm.score_after_end": True,
-            "actor.clip_ratio_c": None,
-            "actor.entropy_coeff": 0.0,
-            "actor.use_kl_loss": False,
-            **_both(
-                {
-                    "shuffle": True,
-                    "loss_agg_mode": "token-mean",
-                    "optim.clip_grad": 0.0,
-                }
-            ),
-        },
-    )
-    + _rows(
-        "transformers.TrainingArguments",
-        {
-            "trainer.total_epochs": 3,
-            "trainer.seed": 42,
-            **_both(
-                {
-                    "optim.weight_decay": 0.0,
-                    "optim.betas": (0.9, 0.999),
-                    "optim.lr_decay_style": "linear",
-                }
-            ),
-        },
-    )
-)
-
-DEEPSPEED_CHAT = _rows(
-    "ppo_trainer.py: DeepSpeedPPOTrainer",
-    {
+DEEPSPEED_CHAT: Preset = {
+    "ppo_trainer.py: DeepSpeedPPOTrainer": {
         "algorithm.adv_estimator": "gae",
         "algorithm.gamma": 1.0,
         "algorithm.lam": 0.95,
@@ -183,9 +149,7 @@ DEEPSPEED_CHAT = _rows(
         "critic.cliprange_value": 0.2,
         "critic.loss_agg_mode": "token-mean",
     },
-) + _rows(
-    "main.py: parse_args; ds_utils.py; rlhf_engine.py",
-    {
+    "main.py: parse_args; ds_utils.py; rlhf_engine.py": {
         "actor.ppo_epochs": 1,
         "critic.ppo_epochs": CopyOf("actor.ppo_epochs"),
         "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
@@ -205,11 +169,10 @@ DEEPSPEED_CHAT = _rows(
             }
         ),
     },
-)
+}
 
-OPENRLHF = _rows(
-    "train_ppo.py: parse_args",
-    {
+OPENRLHF: Preset = {
+    "train_ppo.py: parse_args": {
         "algorithm.gamma": 1.0,
         "algorithm.lam": 0.95,
         "algorithm.kl_ctrl.type": "fixed",
@@ -229,17 +192,9 @@ OPENRLHF = _rows(
         "trainer.seed": 42,
         "actor.optim.lr": 1e-6,
         "critic.optim.lr": 9e-6,
-        **_both(
-            {
-                "optim.weight_decay": 0.0,
-                "optim.betas": (0.9, 0.95),
-                "optim.clip_grad": 1.0,
-            }
-        ),
+        **_both({"optim.weight_decay": 0.0, "optim.betas": (0.9, 0.95), "optim.clip_grad": 1.0}),
     },
-) + _rows(
-    "train_ppo.py, models/loss.py, models/utils.py, experience_maker.py",
-    {
+    "train_ppo.py, models/loss.py, models/utils.py, experience_maker.py": {
         "algorithm.adv_estimator": "gae",
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_penalty": "k1",
@@ -260,11 +215,10 @@ OPENRLHF = _rows(
             }
         ),
     },
-)
+}
 
-SAO = _rows(
-    "arXiv:2607.07508, reasoning: DIS, length-adaptive lambda, critic",
-    {
+SAO: Preset = {
+    "arXiv:2607.07508, reasoning: DIS, length-adaptive lambda, critic": {
         "algorithm.adv_estimator": "gae",
         "algorithm.lam_length_adaptive_alpha": 1.5,
         "algorithm.lam_value": 1.0,
@@ -280,12 +234,11 @@ SAO = _rows(
         "rollout.n": 1,
         "data.train_batch_size": 128,
         "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
-    },
-)
+    }
+}
 
-VAPO = _rows(
-    "arXiv:2504.05118",
-    {
+VAPO: Preset = {
+    "arXiv:2504.05118": {
         "algorithm.adv_estimator": "gae",
         "algorithm.lam_length_adaptive_alpha": 0.05,
         "algorithm.lam_value": 1.0,
@@ -298,30 +251,31 @@ VAPO = _rows(
         "trainer.critic_warmup": 50,
         "rollout.n": 16,
         "data.train_batch_size": 512,
+    }
+}
+
+VC_PPO: Preset = {
+    "arXiv:2503.01491: decoupled GAE": {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.95,
+        "algorithm.lam_value": 1.0,
     },
-)
+    "arXiv:2504.05118: steps of value pretraining, whose end the paper leaves open": {
+        "trainer.critic_warmup": 50
+    },
+}
 
-VC_PPO = _rows(
-    "arXiv:2503.01491: decoupled GAE",
-    {"algorithm.adv_estimator": "gae", "algorithm.lam": 0.95, "algorithm.lam_value": 1.0},
-) + _rows(
-    "arXiv:2504.05118: steps of value pretraining, whose end the paper leaves open",
-    {"trainer.critic_warmup": 50},
-)
-
-TURN_PPO = _rows(
-    "arXiv:2512.17008",
-    {
+TURN_PPO: Preset = {
+    "arXiv:2512.17008": {
         "algorithm.adv_estimator": "gae",
         "algorithm.gae_unit": "turn",
         "algorithm.gamma": 0.99,
         "algorithm.lam": 0.9,
-    },
-)
+    }
+}
 
-COMPACTION_RL = _rows(
-    "arXiv:2607.05378: GAE per segment, credit across segments, token mean",
-    {
+COMPACTION_RL: Preset = {
+    "arXiv:2607.05378: GAE per segment, credit across segments, token mean": {
         "algorithm.adv_estimator": "gae",
         "algorithm.lam_length_adaptive_alpha": 1.5,
         "algorithm.segment_credit": True,
@@ -333,24 +287,24 @@ COMPACTION_RL = _rows(
         "rollout.n": 1,
         "data.train_batch_size": 128,
         "actor.ppo_mini_batch_size": CopyOf("data.train_batch_size"),
-    },
-)
+    }
+}
 
-SYSTEMS: dict[str, tuple[PresetRow, ...]] = {
+SYSTEMS: dict[str, Preset] = {
     "verl": VERL,
     "trl": TRL,
     "deepspeed_chat": DEEPSPEED_CHAT,
     "openrlhf": OPENRLHF,
 }
-PAPERS: dict[str, tuple[PresetRow, ...]] = {
+PAPERS: dict[str, Preset] = {
     "sao": SAO,
     "vapo": VAPO,
     "vc_ppo": VC_PPO,
     "turn_ppo": TURN_PPO,
     "compaction_rl": COMPACTION_RL,
 }
-PRESETS: dict[str, tuple[PresetRow, ...]] = SYSTEMS | PAPERS
-"""Rows by value of ``algorithm.preset``."""
+PRESETS: dict[str, Preset] = SYSTEMS | PAPERS
+"""By value of ``algorithm.preset``."""
 
 
 def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,15 +313,15 @@ def apply_preset(document: Mapping[str, Any]) -> dict[str, Any]:
     filled = _copy(document)
     section = filled.get("algorithm")
     name = section.get("preset") if isinstance(section, Mapping) else None
-    rows = PRESETS.get(name, ()) if isinstance(name, str) else ()
+    preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+    rows = [row for values in preset.values() for row in values.items()]
     # rows that read other keys come last, when those keys have their values
-    for row in sorted(rows, key=lambda row: isinstance(row.value, CopyOf | IfSet)):
-        value = row.value
+    for key, value in sorted(rows, key=lambda row: isinstance(row[1], CopyOf | IfSet)):
         if isinstance(value, CopyOf | IfSet):
             value = _resolve(filled, value)
             if value is None:
                 continue
-        _fill(filled, row.key.split("."), value)
+        _fill(filled, key.split("."), value)
     return filled
 
 

@@ -20,7 +20,7 @@ from mppo.planning.peaks import RankUse
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
 from mppo.planning.schedule import TrainedRole, describe_schedule
-from mppo.planning.time.describe import TimeOptions, Timing, describe_prediction
+from mppo.planning.time.describe import TimeOptions, Timing, columns, describe_prediction
 from mppo.planning.time.picture import draw_step
 from mppo.planning.time.search import Search, describe_search
 from mppo.planning.token_budgets import given_budgets
@@ -156,7 +156,7 @@ def _layouts(plans: list[RolePlan]) -> str:
         layout = plan.layout
         sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.dp, layout.ep, layout.etp)
         rows.append((plan.role.name, layout.describe(), *map(str, (*sizes, layout.edp))))
-    return _columns(rows)
+    return columns(rows)
 
 
 def _ranks(plans: list[RolePlan], world_size: int) -> str:
@@ -169,7 +169,7 @@ def _ranks(plans: list[RolePlan], world_size: int) -> str:
             experts = plan.layout.ep > 1 or plan.layout.etp not in (1, plan.layout.tp)
             cells.append(f"{cell} etp{at.etp} ep{at.ep}" if experts else cell)
         rows.append((str(rank), *cells))
-    text = _columns(rows)
+    text = columns(rows)
     if world_size > RANKS_SHOWN:
         text += f"\n... and {world_size - RANKS_SHOWN} more ranks in the same order"
     return text
@@ -190,7 +190,7 @@ def _iteration(recipe: Recipe, plans: list[RolePlan]) -> str:
         tokens = f"<= {plan.micro_batch_tokens:,}"
         share = f"{plan.layout.bubble_fraction(plan.micro_batches):.0%}"
         rows.append((plan.role.name, steps, str(plan.micro_batches), tokens, share))
-    return "\n".join([*lines, _columns(rows)])
+    return "\n".join([*lines, columns(rows)])
 
 
 def _schedule(recipe: Recipe, plans: list[RolePlan], budgets: Mapping[str, int | None]) -> str:
@@ -233,7 +233,7 @@ def _parameters(plans: list[RolePlan]) -> str:
                 *map(_gib, sizes),
             )
         )
-    lines = [_columns(rows)]
+    lines = [columns(rows)]
     latent = any(plan.layout.tp > 1 and plan.passes[0].kind.shape.mla for plan in plans)
     if latent and not transformer_engine_is_installed():
         lines.append(
@@ -274,7 +274,7 @@ def _peaks(fit: Fit) -> str:
         sizes = [_gib(use.peak(one, fit.table)) for use, one in zip(uses, phases)]
         rows.append((phases[0].name, *sizes))
     rows.append(("CUDA context and NCCL", *(_gib(use.outside) for use in uses)))
-    return _columns(rows)
+    return columns(rows)
 
 
 def _places(fit: Fit) -> str:
@@ -293,7 +293,7 @@ def _places(fit: Fit) -> str:
         "P parameters, G gradients, O optimizer: on the GPU; p, o: they come back for the next "
         "phase.\nThe others are in host memory; gradients are freed."
     )
-    return f"{_columns(rows)}\n{legend}"
+    return f"{columns(rows)}\n{legend}"
 
 
 def residency_bars(fit: Fit) -> list[PhaseBars]:
@@ -340,10 +340,3 @@ def _role_cell(use: RankUse, name: str, places: Mapping[Any, str]) -> str:
 
 def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 100 else f"{count / 1024**2:.2f} MiB"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )

@@ -134,7 +134,10 @@ def choose_offload(
     choices = [dict(zip(names, found)) for found in product(*map(_options, roles))]
     tables = [residency(recipe, choice) for choice in choices]
     costs = [max(copied_bytes(use, table) for use in uses) for table in tables]
-    counts = [sum(map(_count, choice.values())) for choice in choices]
+    counts = [
+        sum(getattr(offload, part) for offload in choice.values() for part in TRAINED_PARTS)
+        for choice in choices
+    ]
     order = sorted(range(len(choices)), key=lambda i: (costs[i], counts[i]))
     engines = [None] if engine is None else engine.with_fewer_sequences()
     for smaller, number in product(engines, order):
@@ -159,10 +162,6 @@ def _options(role: RoleConfig) -> list[Offload]:
     parts = role_parts(role)
     subsets = chain.from_iterable(combinations(parts, n) for n in range(len(parts) + 1))
     return [Offload(**dict.fromkeys(subset, True)) for subset in subsets]
-
-
-def _count(offload: Offload) -> int:
-    return sum(getattr(offload, part) for part in TRAINED_PARTS)
 
 
 def copied_bytes(use: RankUse, table: Residency) -> int:

@@ -32,7 +32,6 @@ from mppo.planning.token_budgets import (
     TokenCost,
     balanced_budgets,
     given_budgets,
-    token_cost,
     with_budgets,
 )
 from mppo.weights.shape import model_shape, with_value_bins
@@ -112,13 +111,14 @@ def token_costs(
         name = plan.role.name
         if plan.mini_batches:
             flops = model_flops(hf_configs[name], "value" if name == "critic" else "policy")
-            costs[name] = token_cost(
-                flops.training([longest], response) / longest,
-                plan.layout,
-                plan.role.megatron.recompute_granularity == "full",
-                [passes.in_flight * passes.kept for passes in plan.passes],
-                plan.micro_batch_tokens,
-            )
+            operations = flops.training([longest], response) / longest
+            recomputes = plan.role.megatron.recompute_granularity == "full"
+            # a rank computes budget x CP tokens by the TP x CP x PP ranks of a pipeline
+            split = plan.layout.tp * plan.layout.pp
+            compute = operations * (4 / 3 if recomputes else 1) / split
+            held = [passes.in_flight * passes.kept for passes in plan.passes]
+            tokens, cp = plan.micro_batch_tokens, plan.layout.cp
+            costs[name] = TokenCost(compute, tuple(stage * cp / tokens for stage in held))
     return costs
 
 

@@ -4,12 +4,11 @@ role's longer passes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET, BatchingConfig
-from mppo.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -19,25 +18,6 @@ class TokenCost:
 
     compute: float
     activations: tuple[float, ...]
-
-
-def token_cost(
-    operations: float,
-    layout: Layout,
-    recomputes: bool,
-    activations: Sequence[float],
-    tokens: int,
-) -> TokenCost:
-    """The cost of a token, estimated from a role's plan.
-
-    Args:
-        operations: floating-point operations of forward and backward pass per token.
-        activations: bytes of the micro-batches in flight, of ``tokens`` each, by pipeline stage.
-        tokens: tokens of that micro-batch, over all context-parallel ranks.
-    """
-    # a rank computes budget x CP tokens by the TP x CP x PP ranks of a pipeline
-    compute = operations * (4 / 3 if recomputes else 1) / (layout.tp * layout.pp)
-    return TokenCost(compute, tuple(stage * layout.cp / tokens for stage in activations))
 
 
 def given_budgets(recipe: Recipe) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ from mppo.config.gpu_types import GIB, GpuType
 from mppo.config.rules.engine import sglang_options
 from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
-from mppo.planning.peaks import RankUse, Use
+from mppo.planning.peaks import RankUse
 from mppo.planning.residency import GENERATION, WEIGHT_SYNC, Residency
 
 CHECKPOINT = "checkpoint state"
@@ -97,29 +97,19 @@ def planned_moments(
     use: RankUse, table: Residency, engine: Engine | None, everything: Residency
 ) -> list[Moment]:
     """The moments of a planned rank; ``everything`` is its table if all parts were offloaded."""
-    outside = outside_bytes(use.communicators)
-    return [_planned_moment(one, use, table, everything, outside, engine) for one in use.uses]
-
-
-def _planned_moment(
-    one: Use,
-    use: RankUse,
-    table: Residency,
-    everything: Residency,
-    outside: Mapping[str, int],
-    engine: Engine | None,
-) -> Moment:
-    held, needed = use.held(one, table), use.held(one, everything)
-    return Moment(
-        one.name,
-        use.peak(one, table),
-        beside_trainer(one.name, outside, engine),
-        held,
-        {name: size - needed[name] for name, size in held.items()},
-        one.role,
-        one.extra,
-        one.name.startswith("updating"),
-    )
+    outside, moments = outside_bytes(use.communicators), list[Moment]()
+    for one in use.uses:
+        held, needed = use.held(one, table), use.held(one, everything)
+        idle = {name: size - needed[name] for name, size in held.items()}
+        beside = beside_trainer(one.name, outside, engine)
+        training = one.name.startswith("updating")
+        moments.append(
+            Moment(
+                *(one.name, use.peak(one, table), beside, held, idle),
+                *(one.role, one.extra, training),
+            )
+        )
+    return moments
 
 
 def judge(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from mppo.config.presets import PAPERS, PRESETS, SYSTEMS, CopyOf, IfSet, PresetRow
+from mppo.config.presets import PAPERS, PRESETS, SYSTEMS, CopyOf, IfSet
 
 
 def preset_table() -> str:
@@ -13,30 +14,29 @@ def preset_table() -> str:
 
 
 def _table(names: Sequence[str]) -> str:
-    rows = {name: {row.key: row for row in PRESETS[name]} for name in names}
+    rows = {
+        name: {k: v for keys in PRESETS[name].values() for k, v in keys.items()} for name in names
+    }
     keys = sorted({key for table in rows.values() for key in table})
     lines = ["| key | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for key in keys:
-        cells = [_cell(rows[name].get(key)) for name in names]
+        cells = [_cell(rows[name][key]) if key in rows[name] else "" for name in names]
         lines.append(f"| `{key}` | " + " | ".join(cells) + " |")
     lines.append("")
     for name in names:
-        for source in dict.fromkeys(row.source for row in PRESETS[name]):
-            mine = [f"`{row.key}`" for row in PRESETS[name] if row.source == source]
-            lines.append(f"- {name}, {source}: {', '.join(mine)}")
+        for source, values in PRESETS[name].items():
+            lines.append(f"- {name}, {source}: {', '.join(f'`{key}`' for key in values)}")
     return "\n".join(lines)
 
 
-def _cell(row: PresetRow | None) -> str:
-    if row is None:
-        return ""
-    if isinstance(row.value, CopyOf):
-        times = "" if row.value.factor == 1.0 else f"{row.value.factor:g} x "
-        return f"{times}`{row.value.key}`"
-    if isinstance(row.value, IfSet):
-        return f"{row.value.value} with `{row.value.key}`"
-    if row.value is None:
+def _cell(value: Any) -> str:
+    if isinstance(value, CopyOf):
+        times = "" if value.factor == 1.0 else f"{value.factor:g} x "
+        return f"{times}`{value.key}`"
+    if isinstance(value, IfSet):
+        return f"{value.value} with `{value.key}`"
+    if value is None:
         return "null"
-    if isinstance(row.value, tuple):
-        return f"[{', '.join(map(str, row.value))}]"
-    return str(row.value).lower() if isinstance(row.value, bool) else str(row.value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -118,7 +118,7 @@ def test_what_makes_sense_passes():
     )
     assert not faults_of(actor={"use_kl_loss": True, "kl_loss_type": "full"})
     assert not faults_of(actor={"policy_loss": {"loss_mode": "gmpo"}})
-    assert not faults_of(algorithm={"adv_estimator": "gpg", "f_norm": 2.0})
+    assert not faults_of(algorithm={"adv_estimator": "gpg", "f_norm": 2.0}, rollout={"n": 2})
     assert not faults_of(algorithm={"whiten_over": "group"}, rollout={"n": 4})
     assert not faults_of(actor={"policy_loss": {"loss_mode": "sapo", "tau_neg": 2.0}})
     assert not faults_of(algorithm={"use_pf_ppo": True, "pf_ppo": {"weight_pow": 1.0}})

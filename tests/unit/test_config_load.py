@@ -11,11 +11,9 @@ import yaml
 
 from mppo.config.document import merge_documents, parse_yaml
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
-from mppo.config.load import json_schema, load_recipe, read_recipe, recipe_keys, resolved_yaml
+from mppo.config.load import json_schema, load_recipe, read_recipe, resolved_yaml
 from mppo.config.schema import Recipe
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.config.verl.keys import row_of
-from mppo.config.verl.names import RENAMED
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,14 +98,6 @@ def test_verl_long_names_are_accepted(tmp_path):
     assert recipe.ref.megatron.tensor_model_parallel_size == 2
     assert (recipe.model.path, recipe.critic.path) == ("builtin:tiny-llama", "builtin:tiny")
     assert recipe.critic.log_prob_micro_batch_size_per_gpu == 6
-
-
-def test_every_renamed_key_leads_to_an_existing_key_or_row():
-    keys = recipe_keys()
-    for new in RENAMED.values():
-        below = any(f"{key}.".startswith(f"{new}.") for key in keys)
-        inside = any(f"{new}.".startswith(f"{key}.") for key in keys)
-        assert below or inside or row_of([*new.split("."), "name"], None), new
 
 
 def test_yaml_words_are_strings_and_numbers_are_numbers():

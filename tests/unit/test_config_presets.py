@@ -15,22 +15,22 @@ NAMES = tuple(PRESETS)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_is_a_key_of_the_recipe_given_once(name):
-    keys = [row.key for row in PRESETS[name]]
+    keys = [key for values in PRESETS[name].values() for key in values]
     assert set(keys) <= set(recipe_keys())
     assert len(keys) == len(set(keys))
-    assert all(row.source for row in PRESETS[name])
+    assert all(PRESETS[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_alone_is_a_valid_recipe_with_its_values(name):
     document = {"algorithm": {"preset": name}, "data": {"train_batch_size": 96}}
     recipe = Recipe.model_validate(apply_preset(document))
-    for row in PRESETS[name]:
+    for key, preset in (row for values in PRESETS[name].values() for row in values.items()):
         value = recipe
-        for part in row.key.split("."):
+        for part in key.split("."):
             value = getattr(value, part)
-        if not isinstance(row.value, CopyOf | IfSet) and row.key != "data.train_batch_size":
-            assert value == row.value, row.key
+        if not isinstance(preset, CopyOf | IfSet) and key != "data.train_batch_size":
+            assert value == preset, key
 
 
 def test_values_set_by_the_user_stay_even_null():

@@ -55,7 +55,7 @@ MISTAKES = {
     f"{TRAIN} data.train_files=[nowhere.jsonl] data.task=null": "give the path of a readable file",
     f"{TRAIN} model.path=Qwen/Qwen2.5-0.5B-Instruct": "set model.hub: true, or run `hf download",
     f"{TRAIN} model.path=folder": "give a Hugging Face model folder",
-    f"{TRAIN} actor_rollout_ref.rollout.name=vllm": "set rollout.name: sglang",
+    f"{TRAIN} actor_rollout_ref.rollout.name=vllm": "choose one of: local, sglang",
     f"{TRAIN} trainer.logger=[tensorbord]": "did you mean tensorboard?",
     f"{TRAIN} --dry-run reward.name=function reward.function=no.py:score": "no such file no.py",
     f"{TRAIN} --dry-run --world-size 3 actor.megatron.tensor_model_parallel_size=2":

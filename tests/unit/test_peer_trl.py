@@ -54,7 +54,7 @@ def test_the_preset_starts_from_trls_defaults():
     theirs = pytest.importorskip(
         "trl.experimental.ppo", reason="the optional package trl (1.12) is missing"
     )
-    ours = {row.key: row.value for row in PRESETS["trl"]}
+    ours = {k: v for values in PRESETS["trl"].values() for k, v in values.items()}
     defaults = {field.name: field.default for field in dataclasses.fields(theirs.PPOConfig)}
     for key, name in FIELDS.items():
         assert ours[key] == getattr(defaults[name], "value", defaults[name]), key

@@ -17,12 +17,12 @@ from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.disk import checkpoint_bytes
 from mppo.planning.time.cost import LAUNCH, Cost
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_responses
+from mppo.planning.time.kernels import Scaled
 from mppo.planning.time.layer import ATTENTION_BACKWARD, DecoderLayer, gemms
 from mppo.planning.time.lengths import quantiles, scattered
 from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.picture import draw_step, group_bars, rank_groups
 from mppo.planning.time.role_load import TRAINER, AgentTurns, RolePasses, StepSequences
-from mppo.planning.time.scaled import Scaled
 from mppo.planning.time.step import (
     Phase,
     Prediction,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_flags.flags import ACCEPTED, CONVERTED, IGNORED, OTHER_FLAGS, SCRIPT_FLAGS, Flag
-
-from mppo.config.load import read_recipe
+from verl_flags.flags import (
+    ACCEPTED,
+    CONVERTED,
+    IGNORED,
+    OTHER_FLAGS,
+    SCRIPT_FLAGS,
+    Flag,
+    translate_settings,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 BEGIN, END = "<!-- verl's flags: printed by make verl-flags -->\n", "<!-- end of verl's flags -->\n"
@@ -33,8 +39,7 @@ def page() -> str:
 
 
 def _row(flag: Flag) -> str:
-    remarks: list[str] = []
-    _, faults = read_recipe(None, [flag.setting], remarks)
+    removed = [*translate_settings([flag.setting]).removed]
     shown = flag.setting
     if flag.fate == ACCEPTED:
         shown = flag.name.lstrip("+")
@@ -43,10 +48,10 @@ def _row(flag: Flag) -> str:
     elif flag.fate == CONVERTED:
         reported = f"`{flag.words}`"
     elif flag.fate == IGNORED:
-        reported = "no effect: " + remarks[0].partition(" (")[2].removesuffix(")")
+        reported = "no effect: " + removed[0].why
     else:
-        fix = faults[0].fix
-        reported = f"refused: {faults[0].why}. {fix[0].upper()}{fix[1:]}"
+        fix = removed[0].fix
+        reported = f"refused: {removed[0].why}. {fix[0].upper()}{fix[1:]}"
     cells = (f"`{shown}`", reported)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from mppo_migrate.verl_keys.translation import VerlTranslation
+
+from mppo.config.document import apply_overrides
+
 HERE = Path(__file__).parent
 ACCEPTED, CONVERTED, IGNORED, REFUSED = "accepted", "converted", "ignored", "refused"
 
@@ -52,3 +56,10 @@ def read_scripts(file: str = "scripts.txt") -> dict[str, list[str]]:
 
 
 SCRIPT_FLAGS, OTHER_FLAGS = read_flags()
+
+
+def translate_settings(settings: list[str]) -> VerlTranslation:
+    """What becomes of settings ``key=value`` of verl."""
+    document, issues = apply_overrides({}, settings)
+    assert not issues
+    return VerlTranslation(document)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.checks import check_recipe
+from mppo.config.document import inline_yaml
 from mppo.config.gpu_types import DEFAULT_GPU, find_gpu
 from mppo.config.load import read_recipe
 from mppo.config.rules.rule import world_size_of
 from mppo.config.schema import Recipe
-from mppo.config.yaml_text import inline_yaml
 from mppo_migrate.migration import Migration
 from mppo_migrate.row import Setting
 

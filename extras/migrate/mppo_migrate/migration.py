@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from mppo.config.checks import check_recipe
-from mppo.config.document import parse_yaml
+from mppo.config.document import inline_yaml, parse_yaml
 from mppo.config.load import PATH_KEYS, read_recipe
+from mppo.config.other_systems import system_of
 from mppo.config.rules.files import is_hub_name
 from mppo.config.rules.rule import world_size_of
-from mppo.config.yaml_text import inline_yaml
 from mppo_migrate.row import Flags, Key, Operand, Setting, System, Without
 from mppo_migrate.shell import Command
 from mppo_migrate.versions import explained
@@ -185,7 +185,9 @@ def _remove_refused(result: Migration) -> None:
         ]
         for key, issue in refused:
             if setting := result.settings.pop(key, None):
-                result.unknown.append(f"{setting.named}: {issue.why}; {issue.fix}")
+                # a recipe's fix for a key of another system is this program
+                fix = "" if system_of(issue.key.rpartition(".")[2]) else f"; {issue.fix}"
+                result.unknown.append(f"{setting.named}: {issue.why}{fix}")
                 if issue.why == "no such key":
                     result.foreign.append(setting.named.partition("=")[0])
         if not refused:

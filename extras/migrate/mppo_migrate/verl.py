@@ -1,4 +1,4 @@
-"""verl's ``main_ppo``: the table of ``mppo.config.verl`` applied to a command."""
+"""verl's ``main_ppo``: the table of ``verl_keys`` applied to a command."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from mppo.config.document import apply_overrides, leaves
 from mppo.config.load import recipe_keys
-from mppo.config.verl.keys import VerlTranslation, row_of
-from mppo.config.verl.names import canonical_key
-from mppo.config.verl.row import Refused
+from mppo.config.other_systems import canonical_key
 from mppo_migrate.migration import Migration
 from mppo_migrate.row import Setting
 from mppo_migrate.shell import Command
+from mppo_migrate.verl_keys.translation import VerlTranslation, row_of
+from mppo_migrate.verl_keys.verl_row import Refused
 
 _SETTING = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w@/]+)*)=(.*)", re.DOTALL)
 _PROGRAM = re.compile(
@@ -99,7 +99,7 @@ def _translate(overrides: Sequence[str], result: Migration) -> None:
         canonical_key(name): name for name in (o.lstrip("+").split("=")[0] for o in overrides)
     }
     result.names = list(written.values())
-    for issue in issues:
+    for issue in (*issues, *translation.issues):
         result.unknown.append(f"{issue.key}={issue.value}: {issue.why}; {issue.fix}")
     for action, keys in translation.removed.items():
         for key, value in keys:

@@ -13,6 +13,7 @@ from migration.commands import COMMANDS
 from mppo_migrate.__main__ import main, migrate
 from mppo_migrate.migration import Migration
 from mppo_migrate.row import Setting
+from mppo_migrate.verl_keys.translation import VerlTranslation
 from mppo_migrate.writer import recipe_text
 from verl_flags.flags import read_scripts
 
@@ -20,7 +21,6 @@ from mppo.config.checks import check_recipe
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import world_size_of
-from mppo.config.verl.keys import VerlTranslation
 from mppo.train import main as train
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"

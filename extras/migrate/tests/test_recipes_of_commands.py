@@ -1,6 +1,6 @@
 """The recipes of TRL's, DeepSpeed-Chat's and OpenRLHF's runs, key by key beside their commands.
 
-``tests/unit/test_verl_scripts.py`` does the same for verl's scripts.
+``extras/migrate/tests/test_verl_scripts.py`` does the same for verl's scripts.
 """
 
 from dataclasses import dataclass, field

@@ -6,6 +6,7 @@ from collections import Counter
 
 from mppo.config.gpu_types import GIB
 from mppo.config.schema import Recipe
+from mppo.planning.time.describe import columns
 from mppo_simulate.gpu.counters import Collective
 from mppo_simulate.rank import PhaseResult, RankResult
 
@@ -94,12 +95,3 @@ def _group_name(kind: Collective) -> str:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
-
-
-def columns(rows: list[tuple[str, ...]]) -> str:
-    """Format rows as aligned columns; the last column is not padded."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[-1]]).rstrip()
-        for row in rows
-    )

@@ -51,13 +51,33 @@ def dro_needs_its_weight(context: RuleContext) -> Iterator[ConfigIssue]:
         yield ConfigIssue("actor.policy_loss.dro_beta", None, why, "give a number above 0, as 0.1")
 
 
-@rule("algorithm.adv_estimator", "rollout.n")
-def estimators_compare_samples(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Pass@k, GDPO and token baselines compare the responses to a prompt."""
-    estimator, samples = context.recipe.algorithm.adv_estimator, context.recipe.rollout.n
-    if estimator in ("grpo_passk", "gdpo", *TOKEN_BASELINES) and samples < 2:
-        why = f"algorithm.adv_estimator = {estimator} compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+_GROUP_ESTIMATORS = frozenset(
+    {
+        "grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg",
+        "grpo_passk", "gdpo", *TOKEN_BASELINES,
+    }
+)  # fmt: skip
+"""Estimators that compare the responses to a prompt."""
+
+
+@rule(
+    "algorithm.adv_estimator", "algorithm.normalize_scores", "algorithm.whiten_advantages",
+    "algorithm.whiten_over", "algorithm.filter_groups", "rollout.n",
+)  # fmt: skip
+def comparisons_have_samples(context: RuleContext) -> Iterator[ConfigIssue]:
+    """What compares the responses to a prompt needs several of them."""
+    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
+    estimator = algorithm.adv_estimator
+    compares = {
+        f"algorithm.adv_estimator = {estimator}": estimator in _GROUP_ESTIMATORS,
+        "algorithm.normalize_scores.mode = group": algorithm.normalize_scores.mode == "group",
+        "algorithm.whiten_over = group": algorithm.whiten_over == "group" and algorithm.whitens,
+        "algorithm.filter_groups": algorithm.filter_groups.enable,
+    }
+    for what, is_on in compares.items():
+        if is_on and samples < 2:
+            why = f"{what} compares the samples of one prompt"
+            yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
 @rule("algorithm")
@@ -232,13 +252,10 @@ def _at(recipe: Any, key: str) -> Any:
     return recipe
 
 
-@rule("algorithm.normalize_scores", "rollout.n")
+@rule("algorithm.normalize_scores")
 def normalization_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
-    """A mode of score normalisation has what it needs, and no keys that it ignores."""
-    config, samples = context.recipe.algorithm.normalize_scores, context.recipe.rollout.n
-    if config.mode == "group" and samples < 2:
-        why = "algorithm.normalize_scores.mode = group compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+    """A mode of score normalisation has no keys that it ignores."""
+    config = context.recipe.algorithm.normalize_scores
     if config.mode != "given":
         for name, default in (("mean", 0.0), ("std", 1.0)):
             value = getattr(config, name)
@@ -248,21 +265,14 @@ def normalization_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
                 yield ConfigIssue(key, value, why, "set the mode to given, or leave it out")
 
 
-@rule(
-    "algorithm.adv_estimator", "algorithm.whiten_advantages", "algorithm.whiten_over", "rollout.n"
-)
-def whitening_over_groups_has_groups(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Whitening over a prompt's responses needs several of them, and whitening."""
-    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
-    if algorithm.whiten_over != "group":
-        return
-    if not algorithm.whitens:
+@rule("algorithm.adv_estimator", "algorithm.whiten_advantages", "algorithm.whiten_over")
+def whitening_over_groups_is_on(context: RuleContext) -> Iterator[ConfigIssue]:
+    """``whiten_over`` needs whitening."""
+    algorithm = context.recipe.algorithm
+    if algorithm.whiten_over == "group" and not algorithm.whitens:
         why = "has no effect: advantages are not whitened"
         fix = "set algorithm.whiten_advantages to true, or leave it out"
         yield ConfigIssue("algorithm.whiten_over", "group", why, fix)
-    elif samples < 2:
-        why = "algorithm.whiten_over = group compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
 
 
 @rule("actor.ptx_coef", "actor.router_replay", "data.ptx_files", "data.ptx_batch_size")
@@ -284,14 +294,11 @@ def unsupervised_loss_is_complete(context: RuleContext) -> Iterator[ConfigIssue]
             yield ConfigIssue(f"data.{name}", value, why, "set actor.ptx_coef, or leave it out")
 
 
-@rule("algorithm.filter_groups", "algorithm.adv_estimator", "rollout.n")
-def dynamic_sampling_compares_samples(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Dynamic sampling needs groups of several sampled responses."""
-    algorithm, samples = context.recipe.algorithm, context.recipe.rollout.n
+@rule("algorithm.filter_groups", "algorithm.adv_estimator")
+def dynamic_sampling_has_groups(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Dynamic sampling needs groups of sampled responses, and its limit dynamic sampling."""
+    algorithm = context.recipe.algorithm
     config, default = algorithm.filter_groups, FilterGroupsConfig()
-    if config.enable and samples < 2:
-        why = "algorithm.filter_groups compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
     if config.enable and algorithm.adv_estimator == "remax":
         why = "remax compares with a greedy response and learns from groups of equal scores too"
         fix = "set it to false, or choose another estimator"

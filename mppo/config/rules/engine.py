@@ -8,6 +8,7 @@ from typing import Any
 from mppo.config.errors import ConfigIssue
 from mppo.config.rules.layout import divisors
 from mppo.config.rules.rule import RuleContext, rule
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.safety.bounded_http import url_problem
 
 
@@ -19,19 +20,13 @@ def local_engine_has_no_server_keys(context: RuleContext) -> Iterator[ConfigIssu
         return
     why = "has no effect with rollout.name = local"
     fix = "leave it out, or set rollout.name to sglang"
-    if rollout.tensor_model_parallel_size > 1:
-        size = rollout.tensor_model_parallel_size
-        yield ConfigIssue("rollout.tensor_model_parallel_size", size, why, fix)
-    if rollout.expert_parallel_size > 1:
-        yield ConfigIssue("rollout.expert_parallel_size", rollout.expert_parallel_size, why, fix)
-    if rollout.mode != "colocated":
-        yield ConfigIssue("rollout.mode", rollout.mode, why, fix)
-    if rollout.urls:
-        yield ConfigIssue("rollout.urls", list(rollout.urls), why, fix)
-    if rollout.server_args:
-        yield ConfigIssue("rollout.server_args", rollout.server_args, why, fix)
-    if rollout.over_sampling and rollout.agent is None:
-        yield ConfigIssue("rollout.over_sampling", rollout.over_sampling, why, fix)
+    ignored = ["tensor_model_parallel_size", "expert_parallel_size", "mode", "urls", "server_args"]
+    ignored += ["over_sampling"] if rollout.agent is None else []
+    for name in ignored:
+        value = getattr(rollout, name)
+        if value != getattr(RolloutConfig(), name):
+            shown = list(value) if name == "urls" else value
+            yield ConfigIssue(f"rollout.{name}", shown, why, fix)
 
 
 @rule("rollout.urls", "rollout.mode", "rollout.name")
@@ -103,12 +98,9 @@ def engine_cuts_feed_forward_evenly(context: RuleContext) -> Iterator[ConfigIssu
     widths.append(("width of an expert", shape.expert_ffn, tp // ep))
     for name, width, ranks in widths:
         if width % ranks:
-            yield ConfigIssue(
-                "rollout.tensor_model_parallel_size",
-                tp,
-                f"cuts the {name}, {width}, into {ranks} unequal parts",
-                f"choose a value that gives a divisor of {width}",
-            )
+            why = f"cuts the {name}, {width}, into {ranks} unequal parts"
+            fix = f"choose a value that gives a divisor of {width}"
+            yield ConfigIssue("rollout.tensor_model_parallel_size", tp, why, fix)
             return
 
 
@@ -173,13 +165,12 @@ def servers_have_one_replica(context: RuleContext) -> Iterator[ConfigIssue]:
     given = sglang_options(rollout.server_args)
     for name in _REPLICAS:
         if rollout.name == "sglang" and not rollout.urls and given.get(name, 1) != 1:
-            yield ConfigIssue(
-                f"rollout.server_args.{name}",
-                given[name],
+            why = (
                 "replicas within one SGLang server draw equal random numbers, so samples of a "
-                "prompt repeat",
-                "leave it out; rollout.servers sets the number of servers, each with its own seed",
+                "prompt repeat"
             )
+            fix = "leave it out; rollout.servers sets the number of servers, each with its own seed"
+            yield ConfigIssue(f"rollout.server_args.{name}", given[name], why, fix)
 
 
 _NEEDED_TO_SLEEP = {
@@ -210,13 +201,12 @@ def server_builds_the_models_layers(context: RuleContext) -> Iterator[ConfigIssu
         return
     dense = shape.num_layers - sum(shape.sparse_layers)
     if shape.like in ("qwen2_moe", "qwen3_moe") and dense:
-        yield ConfigIssue(
-            "rollout.name",
-            "sglang",
+        why = (
             f"SGLang builds every layer of a {shape.model_type} with experts, but in config.json "
-            f"(mlp_only_layers, decoder_sparse_step) {dense} of {shape.num_layers} are dense",
-            "set rollout.name to local, or use a model without dense layers",
+            f"(mlp_only_layers, decoder_sparse_step) {dense} of {shape.num_layers} are dense"
         )
+        fix = "set rollout.name to local, or use a model without dense layers"
+        yield ConfigIssue("rollout.name", "sglang", why, fix)
 
 
 @rule("rollout")
@@ -241,12 +231,9 @@ def tolerance_needs_its_check(context: RuleContext) -> Iterator[ConfigIssue]:
     """Only the check ``logprob`` uses a tolerance."""
     rollout = context.recipe.rollout
     if rollout.logprob_tolerance is not None and rollout.verify_sync != "logprob":
-        yield ConfigIssue(
-            "rollout.logprob_tolerance",
-            rollout.logprob_tolerance,
-            f"has no effect with rollout.verify_sync = {rollout.verify_sync}",
-            "set verify_sync to logprob, or leave it out",
-        )
+        why = f"has no effect with rollout.verify_sync = {rollout.verify_sync}"
+        fix = "set verify_sync to logprob, or leave it out"
+        yield ConfigIssue("rollout.logprob_tolerance", rollout.logprob_tolerance, why, fix)
 
 
 @rule("rollout.verify_sync", "rollout.sync", "rollout.urls", "rollout.name")
@@ -284,20 +271,14 @@ def older_samples_are_corrected(context: RuleContext) -> Iterator[ConfigIssue]:
     if not rollout.generates_ahead:
         return
     if correction.rollout_is == "off" and not correction.bypass_mode:
-        yield ConfigIssue(
-            "algorithm.rollout_correction.rollout_is",
-            "off",
-            f"rollout.max_staleness = {rollout.max_staleness} trains on samples of earlier weights",
-            "set it to token (weights truncated at rollout_is_threshold), or bypass_mode to true",
+        why = (
+            f"rollout.max_staleness = {rollout.max_staleness} trains on samples of earlier weights"
         )
+        fix = "set it to token (weights truncated at rollout_is_threshold), or bypass_mode to true"
+        yield ConfigIssue("algorithm.rollout_correction.rollout_is", "off", why, fix)
 
 
-_OTHER_SHARDS = (
-    "pp_size",
-    "pipeline_parallel_size",
-    "enable_dp_attention",
-    "quantization",
-)
+_OTHER_SHARDS = ("pp_size", "pipeline_parallel_size", "enable_dp_attention", "quantization")
 """SGLang options that divide or store parameters differently than tensor and expert parallelism."""
 
 

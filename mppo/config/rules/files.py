@@ -49,13 +49,8 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
     """Issues of missing, empty or unreadable files. Reads names and sizes, and the metadata of
     Megatron checkpoints."""
     issues: list[ConfigIssue] = []
-    issues += check_model_folder("model.path", recipe.model.path)
-    if recipe.critic.path and recipe.algorithm.uses_critic:
-        issues += check_model_folder("critic.path", recipe.critic.path)
-    if recipe.ref.path and recipe.uses_reference:
-        issues += check_model_folder("ref.path", recipe.ref.path)
-    if recipe.reward_model.path and recipe.reward_model.in_use:
-        issues += check_model_folder("reward_model.path", recipe.reward_model.path)
+    for key, path in {role.path_key: role.path for role in recipe.roles()}.items():
+        issues += check_model_folder(key, path)
     for key, names in data_files(recipe.data).items():
         for name in names:
             issues += _path_issues(key, name, _data_file)

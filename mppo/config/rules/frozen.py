@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mppo.config.errors import ConfigIssue, nearest
-from mppo.config.rules.layout import MODEL_KEYS
-from mppo.config.rules.rule import RuleContext, rule
+from mppo.config.rules.rule import MODEL_KEYS, RuleContext, rule
 from mppo.weights.frozen import is_frozen, matches, value_model_entries
 from mppo.weights.table import Entry, parameter_table
 

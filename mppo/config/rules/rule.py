@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from math import lcm
 from typing import Any
 
@@ -36,7 +36,11 @@ class RuleContext:
         return self.recipe.roles()
 
 
+MODEL_KEYS = ("model", "critic.path", "ref.path", "reward_model.path")
+"""Keys that decide a role's model."""
 Rule = Callable[[RuleContext], Iterator[ConfigIssue]]
+RoleRule = Callable[[RoleConfig], Iterator[ConfigIssue]]
+ModelRule = Callable[[RoleConfig, ModelShape], Iterator[ConfigIssue]]
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 """Every rule with the keys it reads, in the order of its modules."""
 
@@ -47,6 +51,38 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         RULES.append((keys, function))
+        return function
+
+    return register
+
+
+def role_rule(*keys: str) -> Callable[[RoleRule], RoleRule]:
+    """As ``rule``, for a function that looks at one role alone."""
+
+    def register(function: RoleRule) -> RoleRule:
+        @rule(*keys)
+        @wraps(function)
+        def of_all_roles(context: RuleContext) -> Iterator[ConfigIssue]:
+            for role in context.roles:
+                yield from function(role)
+
+        return function
+
+    return register
+
+
+def model_rule(*keys: str) -> Callable[[ModelRule], ModelRule]:
+    """As ``rule``, for a function that looks at one role and its model; it also reads
+    ``MODEL_KEYS``."""
+
+    def register(function: ModelRule) -> ModelRule:
+        @rule(*keys, *MODEL_KEYS)
+        @wraps(function)
+        def of_all_models(context: RuleContext) -> Iterator[ConfigIssue]:
+            for role in context.roles:
+                if role.name in context.shapes:
+                    yield from function(role, context.shapes[role.name])
+
         return function
 
     return register

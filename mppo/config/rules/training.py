@@ -13,11 +13,6 @@ from mppo.config.sections.roles import BatchingConfig
 from mppo.config.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem
 
-GROUP_ESTIMATORS = frozenset(
-    {"grpo", "dr_grpo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"}
-)
-"""Estimators whose baseline is the mean over the samples of one prompt."""
-
 
 def mini_batches(context: RuleContext) -> Iterator[tuple[str, int]]:
     """Key and size, in prompts, of each trained role's mini-batch."""
@@ -53,22 +48,11 @@ def mini_batch_feeds_every_rank(context: RuleContext) -> Iterator[ConfigIssue]:
         except ValueError:
             continue  # layout_fits_world says so
         if size * samples < dp:
-            yield ConfigIssue(
-                key,
-                size,
+            why = (
                 f"{size} prompts x {samples} samples are fewer than the {dp} data-parallel ranks "
-                f"of the {role.name}",
-                f"choose at least {-(-dp // samples)}",
+                f"of the {role.name}"
             )
-
-
-@rule("algorithm.adv_estimator", "rollout.n")
-def group_estimators_need_groups(context: RuleContext) -> Iterator[ConfigIssue]:
-    """An estimator that compares samples of one prompt needs at least two of them."""
-    estimator, samples = context.recipe.algorithm.adv_estimator, context.recipe.rollout.n
-    if estimator in GROUP_ESTIMATORS and samples < 2:
-        why = f"algorithm.adv_estimator = {estimator} compares the samples of one prompt"
-        yield ConfigIssue("rollout.n", samples, why, "choose 2 or more (8 is usual)")
+            yield ConfigIssue(key, size, why, f"choose at least {-(-dp // samples)}")
 
 
 @rule("algorithm")
@@ -85,12 +69,9 @@ def kl_control_needs_kl_in_reward(context: RuleContext) -> Iterator[ConfigIssue]
 def reference_path_needs_kl(context: RuleContext) -> Iterator[ConfigIssue]:
     """``ref.path`` needs a KL term, the only reader of the reference."""
     if context.recipe.ref.path and not context.recipe.uses_reference:
-        yield ConfigIssue(
-            "ref.path",
-            context.recipe.ref.path,
-            "no KL term is on, so no reference is used",
-            "set algorithm.use_kl_in_reward or actor.use_kl_loss, or leave ref.path out",
-        )
+        why = "no KL term is on, so no reference is used"
+        fix = "set algorithm.use_kl_in_reward or actor.use_kl_loss, or leave ref.path out"
+        yield ConfigIssue("ref.path", context.recipe.ref.path, why, fix)
 
 
 @rule("algorithm", "trainer.critic_warmup", "trainer.stage", "critic.path")
@@ -162,12 +143,9 @@ def covariance_bounds_are_ordered(context: RuleContext) -> Iterator[ConfigIssue]
     """Clip-Cov's band has a lower end below its upper end."""
     loss = context.recipe.actor.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
-        yield ConfigIssue(
-            "actor.policy_loss.clip_cov_lb",
-            loss.clip_cov_lb,
-            f"is not below clip_cov_ub = {loss.clip_cov_ub}",
-            "lower it, or raise clip_cov_ub",
-        )
+        why = f"is not below clip_cov_ub = {loss.clip_cov_ub}"
+        fix = "lower it, or raise clip_cov_ub"
+        yield ConfigIssue("actor.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, fix)
 
 
 @rule("trainer.schedule", "trainer.align_overflow", "algorithm", "actor", "critic")
@@ -181,13 +159,12 @@ def schedule_is_possible(context: RuleContext) -> Iterator[ConfigIssue]:
         fix = f"{obstacle.cure}, or set it to auto, which then means sequential"
         yield ConfigIssue("trainer.schedule", trainer.schedule, obstacle.why, fix)
     elif trainer.align_overflow and trainer.schedule == "flush_free":
-        yield ConfigIssue(
-            "trainer.schedule",
-            trainer.schedule,
+        why = (
             "trainer.align_overflow = true skips the steps of actor and critic together, but here "
-            "one role steps before the other's gradient is known",
-            "set it to fused, or align_overflow to false",
+            "one role steps before the other's gradient is known"
         )
+        fix = "set it to fused, or align_overflow to false"
+        yield ConfigIssue("trainer.schedule", trainer.schedule, why, fix)
 
 
 @rule("algorithm", "actor", "critic")
@@ -339,12 +316,8 @@ def reward_source_is_complete(context: RuleContext) -> Iterator[ConfigIssue]:
         fix = "write http://host:port/path; a key goes into reward.kwargs.api_key_env"
         yield ConfigIssue("reward.url", reward.url, problem, fix)
     if reward.overlong_buffer_len > context.recipe.data.max_response_length:
-        yield ConfigIssue(
-            "reward.overlong_buffer_len",
-            reward.overlong_buffer_len,
-            f"is longer than data.max_response_length = {context.recipe.data.max_response_length}",
-            "lower it",
-        )
+        why = f"is longer than data.max_response_length = {context.recipe.data.max_response_length}"
+        yield ConfigIssue("reward.overlong_buffer_len", reward.overlong_buffer_len, why, "lower it")
 
 
 @rule("reward")
@@ -352,13 +325,12 @@ def missing_eos_has_one_consequence(context: RuleContext) -> Iterator[ConfigIssu
     """A score that is replaced cannot also be reduced by a penalty."""
     reward = context.recipe.reward
     if reward.missing_eos_score is not None and reward.missing_eos_penalty is not None:
-        yield ConfigIssue(
-            "reward.missing_eos_penalty",
-            reward.missing_eos_penalty,
+        why = (
             f"reward.missing_eos_score = {reward.missing_eos_score} replaces the score that "
-            "the penalty would reduce",
-            "keep one of them",
+            "the penalty would reduce"
         )
+        fix = "keep one of them"
+        yield ConfigIssue("reward.missing_eos_penalty", reward.missing_eos_penalty, why, fix)
 
 
 @rule("data.max_prompt_length", "data.max_response_length", "model", "algorithm")
@@ -370,12 +342,9 @@ def sequences_fit_positions(context: RuleContext) -> Iterator[ConfigIssue]:
     if limit is not None and longest > limit:
         parts = "max_prompt_length + max_response_length"
         parts += " + 1 (algorithm.bootstrap_truncated)" if slot else ""
-        yield ConfigIssue(
-            "data.max_response_length",
-            data.max_response_length,
-            f"{parts} = {longest} is more than the model's {limit} positions",
-            f"lower one of them by {longest - limit} tokens",
-        )
+        why = f"{parts} = {longest} is more than the model's {limit} positions"
+        fix = f"lower one of them by {longest - limit} tokens"
+        yield ConfigIssue("data.max_response_length", data.max_response_length, why, fix)
 
 
 @rule("trainer")

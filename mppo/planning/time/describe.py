@@ -96,7 +96,7 @@ def describe_prediction(load: StepLoad, prediction: Prediction, price: float | N
         [
             f"# predicted time of a step of {sequences.count:,} sequences of {lengths} tokens "
             f"(mean prompt + response, at most {sequences.longest:,})",
-            _columns(rows),
+            columns(rows),
             f"predicted step: {prediction.seconds:.1f} s{together}, "
             f"{prediction.throughput:,.0f} tokens/s/GPU on {prediction.gpus} GPUs",
             _use(prediction),
@@ -150,7 +150,8 @@ def _row(prediction: Prediction, phase: Phase, whole: float) -> tuple[str, ...]:
     )
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+def columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows as aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows

@@ -76,7 +76,7 @@ class DecoderLayer:
             + self._attention
             + self._feed_forward(backward=False)
             + self._elementwise
-            + self._exchanges(4, self._expert_exchanges)
+            + self._exchanges(4)
         )
 
     @cached_property
@@ -92,7 +92,7 @@ class DecoderLayer:
             + self._attention * ATTENTION_BACKWARD
             + self._feed_forward(backward=True)
             + self._elementwise * 2
-            + self._exchanges(2 if self.kernels.system.beside else 6, self._expert_exchanges)
+            + self._exchanges(2 if self.kernels.system.beside else 6)
         )
 
     @cached_property
@@ -181,14 +181,10 @@ class DecoderLayer:
             operations += 1
         return streamed(self.kernels, elements * BYTES, operations)
 
-    @cached_property
-    def _expert_exchanges(self) -> int:
-        """All-to-all exchanges of a pass: tokens go to their experts and come back."""
-        return 2 if self.sparse and self.layout.ep > 1 else 0
-
-    def _exchanges(self, tensor: int, expert: int) -> Cost:
-        """Exchanges that nothing hides: gathers and scatters of ``tensor`` parallelism, and
-        all-to-alls of ``expert`` parallelism."""
+    def _exchanges(self, tensor: int) -> Cost:
+        """Exchanges that nothing hides: gathers and scatters of ``tensor`` parallelism, and two
+        all-to-alls of expert parallelism: tokens go to their experts and come back."""
+        expert = 2 if self.sparse and self.layout.ep > 1 else 0
         seconds = sum(
             count * collective_seconds(self.kernels, kind, nbytes, group)
             for count, kind, nbytes, group in self._traffic(tensor, expert)

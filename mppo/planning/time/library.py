@@ -15,9 +15,8 @@ import yaml
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import GPU_TYPES, GpuType
-from mppo.planning.time.kernels import Collective, GpuSystem, Kernels
+from mppo.planning.time.kernels import Collective, GpuSystem, Kernels, Scaled
 from mppo.planning.time.layer import STREAMED
-from mppo.planning.time.scaled import Scaled
 
 PACKAGE = "aiconfigurator-core"
 _DATABASE = ".sdk.perf_database"

@@ -64,15 +64,12 @@ OFFLOAD = [
      "reward_model.megatron.offload.optimizer=true", "reward_model.megatron.offload.optimizer",
      "the reward model is not trained: it has no optimizer"),
     ("verl's offload of a reference's optimizer", "ref.megatron.optimizer_offload=true",
-     "ref.megatron.optimizer_offload", "param_offload moves its weights"),
+     "ref.megatron.optimizer_offload", "mppo-migrate verl < run.sh > recipe.yaml"),
     ("a hybrid optimizer that is not distributed",
      "actor.megatron.use_distributed_optimizer=false actor.optim.cpu_offload_fraction=0.5",
      "actor.optim.cpu_offload_fraction", "the hybrid optimizer needs the distributed one"),
     ("more than all moments", "critic.optim.cpu_offload_fraction=1.5",
      "critic.optim.cpu_offload_fraction", "a value <= 1"),
-    ("an offload given in two ways", "actor.megatron.param_offload=true "
-     "actor.megatron.offload.parameters=false", "actor.megatron.param_offload",
-     "also given as False"),
 ]  # fmt: skip
 
 VALIDATION = [

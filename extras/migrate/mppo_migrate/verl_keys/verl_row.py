@@ -1,7 +1,8 @@
 """A row of the table of verl's keys: what happens to keys that mppo does not have.
 
 A key is converted, ignored or refused. ``role_rows``, ``run_rows`` and ``engine_rows`` are the
-table, ``keys`` applies it; ``names`` has keys of which only the name differs.
+table, ``translation`` applies it; ``mppo.config.other_systems`` has keys of which only the name
+differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Keys of verl and OpenRLHF that mppo has under another name.
-
-``role_rows``, ``run_rows`` and ``engine_rows`` have all other keys of verl.
-"""
+"""Keys of other systems: those that mppo has under another name, and those that only
+``mppo-migrate`` translates."""
 
 from __future__ import annotations
 
@@ -107,3 +105,59 @@ def canonical_key(key: str) -> str:
         if f"{key}.".startswith(f"{old}."):
             key = new + key.removeprefix(old)
     return key
+
+
+_VERL = """
+    _target_ actor_rollout_ref agent_loop_config_path agent_loop_manager_class
+    apply_chat_template_kwargs async_training audio_key automodel balance_batch calculate_entropy
+    calculate_log_probs calculate_sum_pi_squared checkpoint checkpoint_engine
+    controller_nsight_options cudagraph_capture_sizes custom_async_server custom_chat_template
+    custom_cls custom_reward_function data_loader_seed data_parallel_size data_processor_config
+    datagen dataloader_num_workers default_agent_loop default_hdfs_dir del_local_ckpt_after_load
+    device disable_log_stats dist_checkpointing_path dist_checkpointing_prefix distillation
+    do_sample enable_chunked_prefill enable_gradient_checkpointing enable_prefix_caching
+    enable_resource_pool enable_rollout_routing_replay engine engine_kwargs entropy_checkpointing
+    entropy_from_logits_with_chunking esi_redundant_time exclude_modules external_lib
+    filter_overlong_prompts_workers forward_micro_batch_size free_cache_engine freeze_vision_tower
+    fsdp fsdp_config fused_kernel_options gen_batch_size global_profiler grad_offload
+    gradient_checkpointing_kwargs ignore_eos image_key image_patch_size inference
+    launch_reward_fn_async layer_name_map layered_summon load_format load_weight
+    log_prob_micro_batch_size log_val_generations logprobs_mode lora lora_adapter_path lora_alpha
+    lora_rank loss_type lr_decay_steps lr_warmup_init lr_wsd_decay_steps lr_wsd_decay_style
+    max_images_per_prompt max_model_len metric micro_batch_size mm_processor_kwargs model
+    model_engine model_type moe_tensor_parallel_size mtp multi_stage_wake_up multi_turn nccl_timeout
+    npu_profile num_workers optimizer_offload override_config override_ddp_config
+    override_mcore_model_config override_optimizer_config param_offload ppo_micro_batch_size profile
+    profile_discrete profile_ranks profile_ranks_all profile_steps profiler prometheus quantization
+    ray_init ray_kwargs ray_wait_register_center_timeout remove_previous_ckpt_in_save
+    return_full_prompt return_multi_modal_inputs return_raw_chat return_raw_input_ids reward_fn_key
+    reward_kwargs reward_loop reward_manager rollout_data_dir rollout_n sampler sandbox_fusion
+    sandbox_fusion_url scheduling_policy skip skip_rollout skip_tokenizer_init strategy
+    sum_pi_squared_checkpointing target_modules target_parameters tis_imp_ratio_cap tool_config_path
+    torchtitan total_rollout_steps trace train_max_samples use_checkpoint_opt_param_scheduler
+    use_dist_checkpointing use_fused_kernels use_legacy_worker_impl use_liger use_mbridge
+    use_megatron_fsdp use_prefix_grouper use_remove_padding use_reward_loop use_rmpad
+    use_rollout_log_probs use_shm use_torch_compile use_v1 val_max_samples val_only
+    validation_shuffle vanilla_mbridge veomni video_key weight_decay_incr_style
+    worker_nsight_options
+"""
+_TRL = """
+    adam_beta1 adam_beta2 adam_epsilon attn_implementation bf16 cliprange dataset_config
+    dataset_name dataset_num_proc dataset_test_split dataset_train_split deepspeed
+    ds3_gather_for_generation eval_steps eval_strategy exp_name fp16 gradient_accumulation_steps
+    gradient_checkpointing hub_model_id kl_estimator learning_rate load_in_4bit load_in_8bit
+    local_rollout_forward_batch_size logging_steps lora_dropout lora_r lora_target_modules
+    lora_task_type lr_scheduler_type max_grad_norm max_prompt_token_len model_adapter_name
+    model_name_or_path model_revision non_eos_penalty num_ppo_epochs num_train_epochs output_dir
+    overwrite_output_dir penalty_reward_value per_device_eval_batch_size per_device_train_batch_size
+    push_to_hub ref_adapter_name report_to response_length resume_from_checkpoint reward_model_path
+    run_name save_steps save_strategy save_total_limit sft_model_path stop_token stop_token_id
+    torch_dtype use_peft value_model vf_coef warmup_ratio warmup_steps
+"""
+FOREIGN_KEYS = {"verl": frozenset(_VERL.split()), "trl": frozenset(_TRL.split())}
+"""By system, as ``mppo-migrate`` names it: the last parts of its keys that mppo does not have."""
+
+
+def system_of(name: str) -> str | None:
+    """The system that has a key with this last part, if mppo has none."""
+    return next((system for system, names in FOREIGN_KEYS.items() if name in names), None)

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+from mppo_migrate.verl_keys.translation import VerlTranslation
 
 from mppo.config.document import apply_overrides, leaves
 from mppo.config.load import load_recipe
-from mppo.config.verl.keys import VerlTranslation
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 FACTS = json.loads((Path(__file__).parent / "verl_scripts.json").read_text())
 COMMON = FACTS["every script"]
 CONFIGURATIONS = {name: COMMON | own for name, own in FACTS["scripts"].items()}

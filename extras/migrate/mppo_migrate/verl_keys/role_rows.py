@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mppo.config.verl.row import (
+from mppo_migrate.verl_keys.verl_row import (
     NO_PROFILER,
     NOTHING,
     OFF,

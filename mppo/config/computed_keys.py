@@ -1,5 +1,5 @@
-"""TRL's keys that mppo computes its own from: ``num_mini_batches``, ``total_episodes`` and
-``num_sample_generations``, with or without a section."""
+"""Keys from which others are computed: TRL's ``num_mini_batches``, ``total_episodes`` and
+``num_sample_generations``, with or without a section, and two of earlier versions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ TRL_KEYS: dict[str, str] = {
 """TRL's keys with what they mean here."""
 
 _SECTIONS = {"num_mini_batches": "actor", "total_episodes": "trainer"}
+_EARLIER = {"partial_rollout": "rollout", "rollout_ahead": "trainer"}
+"""Keys of earlier versions for ``rollout.max_staleness``, with their sections."""
 
 
-def compute_trl_keys(
+def computed_keys(
     document: Mapping[str, Any], issues: list[ConfigIssue], remarks: list[str]
 ) -> dict[str, Any]:
-    """A new document with mppo's keys of the same effect in place of TRL's; ``document`` is without
-    a preset's defaults.
+    """A new document with the computed keys in place of those they are computed from; ``document``
+    is without a preset's defaults.
 
     Args:
         issues: receives an issue per key whose value is not valid, or which contradicts another.
         remarks: receives a line for the log per key that is replaced.
     """
     replaced = {k: dict(v) if isinstance(v, Mapping) else v for k, v in document.items()}
-    given = list(_take(replaced))
-    for name, key, value in given:
+    for name, key, value in list(_take(replaced)):
         target, computed, why = _computed(key, value, apply_preset(replaced))
         if why:
             fix = "give a whole number that divides it" if " multiple " in why else "correct it"
@@ -47,7 +48,8 @@ def compute_trl_keys(
             continue  # not a section: validation reports it
         if part.get(last, computed) != computed:
             why = f"means {target} = {computed}, also given as {part[last]!r}"
-            issues.append(ConfigIssue(name, value, why, f"keep {name} or {target}"))
+            kept = f"{target} only" if key in _EARLIER else f"{name} or {target}"
+            issues.append(ConfigIssue(name, value, why, f"keep {kept}"))
             continue
         part[last] = computed
         remarks.append(f"{name}={value} is taken as {target}={computed}")
@@ -55,7 +57,7 @@ def compute_trl_keys(
 
 
 def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Remove TRL's keys: each as it is written, without its section, and with its value."""
+    """Remove the keys: each as it is written, without its section, and with its value."""
     for key in TRL_KEYS:
         if key in document:
             yield key, key, document.pop(key)
@@ -63,6 +65,10 @@ def _take(document: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         part = document.get(section)
         if isinstance(part, dict) and key in part:
             yield f"{section}.{key}", key, part.pop(key)
+    for key, section in _EARLIER.items():
+        part = document.get(section)
+        if isinstance(part, dict) and key in part and (value := part.pop(key)):
+            yield f"{section}.{key}", key, value
 
 
 def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any, str]:
@@ -70,6 +76,8 @@ def _computed(key: str, value: Any, filled: Mapping[str, Any]) -> tuple[str, Any
     preset's defaults."""
     if key == "num_sample_generations":
         return "trainer.num_sample_generations", value, ""
+    if key in _EARLIER:
+        return "rollout.max_staleness", 1 if value is True else value, ""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
     if not is_count:
         return "", None, "is not a whole number above 0"

@@ -9,11 +9,12 @@ from itertools import product
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.verl.engine_rows import ENGINE_ROWS
-from mppo.config.verl.role_rows import ROLE_ROWS
-from mppo.config.verl.row import Converted, Ignored, Refused, VerlRow
-from mppo.config.verl.run_rows import RUN_ROWS
+from mppo_migrate.verl_keys.engine_rows import ENGINE_ROWS
+from mppo_migrate.verl_keys.role_rows import ROLE_ROWS
+from mppo_migrate.verl_keys.run_rows import RUN_ROWS
+from mppo_migrate.verl_keys.verl_row import Converted, Ignored, Refused, VerlRow
 
+VERL_ROWS = (*ROLE_ROWS, *RUN_ROWS, *ENGINE_ROWS)
 OVER_ALL_RANKS = {
     "actor.ppo_micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
@@ -31,9 +32,7 @@ class VerlTranslation:
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document: dict[str, Any] = _copied(document)
         self.issues: list[ConfigIssue] = []
-        """One per reason to refuse keys, and one per key given twice with different values."""
-        self.remarks: list[str] = []
-        """A line for the log per reason to ignore keys, and per key that is converted."""
+        """One per key given twice with different values."""
         self.origins: dict[str, str] = {}
         """verl's key of every key of mppo's that took its place."""
         self.removed: dict[Ignored | Refused, list[tuple[str, Any]]] = {}
@@ -52,21 +51,6 @@ class VerlTranslation:
                 self._set(target, converted, key, value)
             else:
                 self.removed.setdefault(row.action, []).append((key, value))
-        for action, keys in self.removed.items():
-            self._report(action, keys)
-
-    def _report(self, action: Ignored | Refused, keys: list[tuple[str, Any]]) -> None:
-        """One remark or one issue for all keys that are ignored or refused for the same reason."""
-        if isinstance(action, Ignored):
-            named = ", ".join(f"{key}={value}" for key, value in keys)
-            self.remarks.append(f"no effect: {named} ({action.why})")
-            return
-        values = [value for _, value in keys]
-        alike = all(value == values[0] for value in values)
-        named = ", ".join(key for key, _ in keys)
-        self.issues.append(
-            ConfigIssue(named, values[0] if alike else values, action.why, action.fix)
-        )
 
     def _set(self, key: str, converted: Any, name: str, value: Any) -> None:
         """Set a key of mppo's in place of verl's; an issue if it already has a different value."""
@@ -82,7 +66,6 @@ class VerlTranslation:
             return
         section[last] = converted
         self.origins[key] = name
-        self.remarks.append(f"{name}={value} is taken as {key}={converted}")
 
     def _join_reward_function(self) -> None:
         """Convert verl's file and name of a reward function to ``reward.function: file:name``."""
@@ -163,11 +146,10 @@ def row_of(parts: Sequence[str], value: Any) -> VerlRow | None:
 
 @cache
 def _patterns() -> tuple[tuple[tuple[str, ...], VerlRow], ...]:
-    rows = (*ROLE_ROWS, *RUN_ROWS, *ENGINE_ROWS)
-    return tuple((tuple(name.split(".")), row) for row in rows for name in _names(row.names))
+    return tuple((tuple(name.split(".")), row) for row in VERL_ROWS for name in expanded(row.names))
 
 
-def _names(pattern: str) -> Iterator[str]:
+def expanded(pattern: str) -> Iterator[str]:
     """Expand alternatives: ``{a,b}.c`` gives ``a.c`` and ``b.c``."""
     pieces = re.split(r"\{(.*?)\}", pattern)
     options = [piece.split(",") if index % 2 else [piece] for index, piece in enumerate(pieces)]
