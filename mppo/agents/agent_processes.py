@@ -239,13 +239,9 @@ class HostedFunction:
 
     def __init__(self, processes: AgentProcesses) -> None:
         self._processes = processes
-
-    async def start(self) -> None:
-        """See ``Program.start``."""
-        await self._processes.start()
+        self.start, self.stop = processes.start, processes.stop
 
     async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
-        """See ``Program.run``."""
         where = {"base_url": session.base_url, "api_key": session.key}
         try:
             answer = await (await self._processes.free()).call({"task": task_of(prompt), **where})
@@ -253,7 +249,3 @@ class HostedFunction:
             return failed(str(why))
         error = answer.get("error")
         return failed(quoted(error)) if error else read_episode_result(answer.get("result"))
-
-    async def stop(self) -> None:
-        """See ``Program.stop``."""
-        await self._processes.stop()

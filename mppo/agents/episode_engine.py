@@ -65,6 +65,10 @@ class EpisodeEngine(EngineAround):
         tokens: most tokens of a sequence, everything before it included.
         goes_on: whether episodes that a batch does not take go on.
         rank, world: this rank and the number of ranks.
+
+    Attributes:
+        run: runs a coroutine in the loop of the episodes, see ``EventLoop.run``.
+        version: of the weights.
     """
 
     def __init__(
@@ -82,17 +86,17 @@ class EpisodeEngine(EngineAround):
         super().__init__(engine)
         self._program, self._config = program, config
         self._goes_on, self.rank, self.world = goes_on, rank, world
-        self._queue = TurnQueue()
+        self.queue = TurnQueue()
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
         parse = tool_parser(config.tool_format)
-        self._sessions = Sessions(tokenizer, self._queue, limits, parse_tools=parse)
+        self._sessions = Sessions(tokenizer, self.queue, limits, parse_tools=parse)
         self._endpoint: Endpoint | None = None
         if config.uses_endpoint:
             from mppo.agents.endpoint.server import Endpoint  # needs a web server
 
             self._endpoint = Endpoint(self._sessions)
         self._loop = EventLoop()
-        self._version, self._names = 0, 0
+        self.run, self.version = self._loop.run, 0
         self._kept, self._passing = self._nothing_running(), self._nothing_running()
         self._homes: dict[EpisodeKey, int] = {}
         self._metrics: dict[str, float] = {}
@@ -107,14 +111,13 @@ class EpisodeEngine(EngineAround):
             RuntimeError: on every rank, if an episode could not be run in several attempts.
             StepInterrupted: on every rank.
         """
-        was_open = self._queue.is_open
+        was_open = self.queue.is_open
         found = EpisodeGeneration(self, request, self._passing, {}, is_training=False).collect()
         if was_open:
             self.open()
         return found
 
     def submit(self, request: GenerationRequest) -> EpisodeGeneration:
-        """See ``RolloutEngine.submit``."""
         if not self._goes_on:
             self._homes = {}
         goes_on, homes = self._goes_on, self._homes
@@ -130,39 +133,20 @@ class EpisodeEngine(EngineAround):
         if self._endpoint is not None and not self._endpoint.url:
             await self._endpoint.start()
         await self._program.start()
-        if self._queue.is_lost:  # an agent may notice only later that its request failed
+        if self.queue.is_lost:  # an agent may notice only later that its request failed
             for running in (self._kept, self._passing):
                 await running.end_unfinished()
-        self._queue.open(turns)
+        self.queue.open(turns)
 
     def pause(self) -> None:
         """Let the agents' requests wait; returns once no rank generates. Collective."""
         if self._loop.is_running:
-            self.run(self._queue.pause())
+            self.run(self.queue.pause())
         wait_for_ranks(self.world)  # a batch of turns may take longer than any time limit
-
-    def run(self, work: Coroutine[None, None, None], may_interrupt: bool = False) -> None:
-        """Run a coroutine in the loop of the episodes; see ``EventLoop.run``."""
-        self._loop.run(work, may_interrupt=may_interrupt)
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self._version
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether no server is left on this rank."""
-        return self._queue.is_lost
-
-    def new_name(self) -> str:
-        """A name not returned before, the same on every rank if all ranks call it."""
-        self._names += 1
-        return f"episodes/{self._names}"
 
     async def _run(self, start: EpisodeStart) -> Episode | None:
         """Run an episode to its end; None if a lost server has spoiled it."""
-        prompt, sessions, queue = start.prompt, self._sessions, self._queue
+        prompt, sessions, queue = start.prompt, self._sessions, self.queue
         ids, sampling = prompt.token_ids.tolist(), start.drawing.sampling
         session = sessions.open(opening_of(prompt), token_ids=ids, sampling=sampling)
         queue.name(session.id, prompt.uid, start.sample, start.drawing)
@@ -179,7 +163,7 @@ class EpisodeEngine(EngineAround):
 
     async def _within_limit(self, work: Coroutine[None, None, EpisodeResult]) -> EpisodeResult:
         """The result of an episode, which may take ``max_seconds`` while its turns are answered."""
-        limit_s, queue = self._config.max_seconds, self._queue
+        limit_s, queue = self._config.max_seconds, self.queue
         task, until_s = asyncio.ensure_future(work), queue.open_seconds + limit_s
         try:
             while not task.done():
@@ -193,10 +177,9 @@ class EpisodeEngine(EngineAround):
             await asyncio.gather(task, return_exceptions=True)
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``."""
         self.pause()
         super().update_weights(buckets, version)
-        self._version = version
+        self.version = version
 
     def add_up(self, episodes: Sequence[Episode]) -> None:
         """Take the metrics of a batch from this rank's episodes of it; collective."""
@@ -209,7 +192,6 @@ class EpisodeEngine(EngineAround):
         return super().sync_metrics() | self._metrics
 
     def sleep(self) -> None:
-        """See ``RolloutEngine.sleep``."""
         self.pause()
         super().sleep()
 
@@ -224,7 +206,7 @@ class EpisodeEngine(EngineAround):
 
     async def _stop(self) -> None:
         with suppress(asyncio.TimeoutError):  # a server that hangs holds up no end
-            await asyncio.wait_for(self._queue.pause(), _ABORT_S)
+            await asyncio.wait_for(self.queue.pause(), _ABORT_S)
         for running in (self._kept, self._passing):
             await running.run_only({})
         await self._program.stop()
@@ -267,7 +249,7 @@ class EpisodeGeneration:
         """Start the episodes that do not run; collective."""
         request, engine, homes = self._request, self._engine, self._homes
         n, turns = request.sampling.n, engine.open()
-        self._answered = AnsweredPrompts(request, engine.new_name())
+        self._answered = AnsweredPrompts(request)
         new = [prompt for prompt in request.prompts if (prompt.uid, 0) not in homes]
         dealt = turns.homes(new, n)
         for place, rank in dealt.items():
@@ -298,12 +280,10 @@ class EpisodeGeneration:
             self._request.on_response([self._places[key]], [episode])
 
     def wait(self) -> None:
-        """See ``rollout.engine.Generation.wait``."""
         self._engine.pause()
         self.seconds = time.perf_counter() - self._started_at
 
     def collect(self) -> list[Episode]:
-        """See ``rollout.engine.Generation.collect``."""
         engine, request, running = self._engine, self._request, self._running
         for _ in range(_ATTEMPTS):
             error = None
@@ -318,7 +298,7 @@ class EpisodeGeneration:
             stop_request.sync()
             raise_on_any_rank(error, engine.world)
             self._answered.close()
-            lacking = engine.is_lost or running.lacks(self._places)
+            lacking = engine.queue.is_lost or running.lacks(self._places)
             if not any(all_gather_objects(lacking, engine.world)):
                 break
             self._begin()  # lost servers start again, and the episodes that they have spoiled
@@ -349,7 +329,7 @@ class EpisodeGeneration:
             if running.failure is not None:
                 self._answered.give_up()
                 raise running.failure
-            if self._engine.is_lost or running.lacks(self._places):
+            if self._engine.queue.is_lost or running.lacks(self._places):
                 self._answered.give_up()
                 return
             if self._answered.are_enough:

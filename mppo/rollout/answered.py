@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -12,17 +13,20 @@ from torch.distributed import distributed_c10d
 
 from mppo.rollout.engine import GenerationRequest
 
+_NUMBERS = count(1)
+"""Each count has a key of its own in the store, the same on every rank."""
+
 
 class AnsweredPrompts:
     """Counts the prompts of a request that may be in its result; all methods from any thread.
 
-    With ``num_prompts_needed`` None nothing is counted. ``name``: of this count in the store, the
-    same on every rank and used only once.
+    With ``num_prompts_needed`` None nothing is counted. The constructor is collective: all ranks
+    make the same counts in the same order.
     """
 
-    def __init__(self, request: GenerationRequest, name: str) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self._needed, self._n = request.num_prompts_needed, request.sampling.n
-        self._places, self._name = request.choice * self._n, f"mppo/answered/{name}"
+        self._places, self._name = request.choice * self._n, f"mppo/answered/{next(_NUMBERS)}"
         self._counted: set[int] = set()
         self._samples: Counter[int] = Counter()
         self._lock = threading.Lock()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.rollout.engine import GenerationRequest
@@ -116,21 +116,3 @@ def left_over(
             prompt, sample = request.sample_at(place)
             found[prompt.uid, sample] = episode
     return found
-
-
-def cut_rows(
-    keys: Sequence[int],
-    lengths: Sequence[int],
-    reasons: Sequence[str],
-    tokens: Tensor,
-    logprobs: Tensor,
-    request: GenerationRequest,
-    version: int,
-) -> dict[int, Episode]:
-    """Episodes from flat tensors: token ids of all responses, concatenated, and their
-    log-probabilities. ``keys``: index of each response in the result of the request."""
-    parts = zip(keys, reasons, tokens.split(lengths), logprobs.split(lengths), strict=True)
-    return {
-        key: Episode.sampled(request.sample_at(key)[0], EpisodeTokens(ids, values), reason, version)
-        for key, reason, ids, values in parts
-    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +134,16 @@ class Body(BaseModel):
         for key, value in (self.model_extra or {}).items():
             if key in _REFUSED and value not in (None, False, {}, [], 0):
                 raise invalid(f"{key} would change the policy's distribution: leave it out", key)
+
+
+def data_events(contents: Iterable[Mapping[str, Any]]) -> str:
+    """OpenAI's server-sent events: without a name, and with a last one."""
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in contents) + "data: [DONE]\n\n"
+
+
+def named_events(contents: Iterable[Mapping[str, Any]]) -> str:
+    """Server-sent events named by the ``type`` of their content."""
+    return "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in contents)
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:

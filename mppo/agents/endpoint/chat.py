@@ -10,8 +10,15 @@ from typing import Any
 
 from pydantic import Field
 
-from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, PolicyAnswer, stop_texts
-from mppo.agents.endpoint.event_stream import DONE, data_events
+from mppo.agents.endpoint.ask import (
+    Ask,
+    Body,
+    Choice,
+    HttpReply,
+    PolicyAnswer,
+    data_events,
+    stop_texts,
+)
 from mppo.agents.endpoint.messages import read_messages, read_tools
 from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import invalid
@@ -83,7 +90,7 @@ async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply
     if body.stream:
         asks_usage = (body.stream_options or {}).get("include_usage")
         chunks = _chunks(head, choices, usage if asks_usage else None)
-        events = data_events(chunks) + DONE
+        events = data_events(chunks)
     return HttpReply(found, events, [choice.node for choice in answer.choices])
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, stop_texts
+from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, data_events, stop_texts
 from mppo.agents.endpoint.chat import token_fields, token_usage
-from mppo.agents.endpoint.event_stream import DONE, data_events
 from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import invalid
 from mppo.agents.endpoint.session import Session
@@ -71,7 +70,7 @@ async def answer_completion(session: Session, content: Mapping[str, Any]) -> Htt
     usage, events = token_usage(answer), None
     if body.stream:
         asks_usage = (body.stream_options or {}).get("include_usage")
-        events = data_events(_chunks(head, choices, usage if asks_usage else None)) + DONE
+        events = data_events(_chunks(head, choices, usage if asks_usage else None))
     nodes = [choice.node for choice in answer.choices]
     return HttpReply({**head, "choices": choices, "usage": usage}, events, nodes)
 

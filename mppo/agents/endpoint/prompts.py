@@ -62,8 +62,7 @@ class PromptText:
 
     async def environment(self, said: Environment, last_token: int) -> list[int] | str:
         """The tokens of what an environment says after a turn; see ``TurnText.token_ids``."""
-        given = said if isinstance(said, str) else list(said)
-        return (await asyncio.to_thread(self._turn_text.token_ids, [given], [last_token]))[0]
+        return await asyncio.to_thread(self._turn_text.token_ids, said, last_token)
 
     async def text(self, text: str) -> list[int]:
         """The tokens of a prompt without a chat template."""

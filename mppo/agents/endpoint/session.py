@@ -7,10 +7,9 @@ import math
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.ask import Ask, Choice, HttpReply, PolicyAnswer
@@ -18,15 +17,22 @@ from mppo.agents.endpoint.calls import Calls, ended
 from mppo.agents.endpoint.messages import history_keys, next_key, tool_call
 from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import TOO_LONG, Refusal, invalid
-from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
+from mppo.agents.endpoint.tool_calls import ToolParser
 from mppo.agents.endpoint.tree import SampledTurn, TokenTree, TurnNode, merged_parts
-from mppo.agents.endpoint.turn import Generator
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rewards.result import number
+from mppo.rollout.turns import Turn
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.05
 """Between two requests to an engine that was interrupted before its first token."""
+
+
+class Generator(Protocol):
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
+        """Generate what follows all tokens before the turn, at most ``max_tokens`` (at least 1);
+        requests of one session share prefixes. A cancelled call is aborted in the engine."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,24 +60,10 @@ class Policy:
 
     prompts: PromptText
     generator: Generator
-    sampling: SamplingConfig
     limits: Limits
     parse_tools: ToolParser
-    model: str
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: Generator,
-        limits: Limits | None = None,
-        sampling: SamplingConfig | None = None,
-        parse_tools: ToolParser = parse_hermes,
-        model: str = "policy",
-    ) -> Policy:
-        prompts = PromptText(tokenizer)
-        sampling, limits = sampling or SamplingConfig(), limits or Limits()
-        return cls(prompts, generator, sampling, limits, parse_tools, model)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    model: str = "policy"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.calls import ended
 from mppo.agents.endpoint.messages import read_messages, read_tools
+from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal
-from mppo.agents.endpoint.session import Limits, Policy, Session
+from mppo.agents.endpoint.session import Generator, Limits, Policy, Session
 from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
 from mppo.agents.endpoint.tree import Leaf
-from mppo.agents.endpoint.turn import Generator
 from mppo.config.sections.rollout import SamplingConfig
 
 _REMEMBERED = 65536
@@ -53,11 +53,9 @@ class Sessions:
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator,
         limits: Limits | None = None,
-        sampling: SamplingConfig | None = None,
         parse_tools: ToolParser = parse_hermes,
-        model: str = "policy",
     ) -> None:
-        self.policy = Policy.of(tokenizer, generator, limits, sampling, parse_tools, model)
+        self.policy = Policy(PromptText(tokenizer), generator, limits or Limits(), parse_tools)
         self.url = ""
         self._open: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}

@@ -25,17 +25,15 @@ from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
-from mppo.rollout.sglang.memory_handover import MemoryHandover
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
-from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_options import own_server
 from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.rollout.sglang.server_response import RoutingShape
 from mppo.rollout.sglang.server_turns import ServerTurns
 from mppo.rollout.sync_check import SyncCheck
 from mppo.rollout.transport.broadcast import DistributedTransport
-from mppo.rollout.transport.build import make_transport
 from mppo.rollout.transport.slice_sync import SliceSync
-from mppo.rollout.transport.sync import DiskTransport
+from mppo.rollout.transport.sync import DiskTransport, make_transport
 from mppo.weights.bucket import WeightBucket
 
 _SCORE_TOKENS = 8192
@@ -88,8 +86,9 @@ class SGLangEngine:
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         place = (rank, world, self._device, folder)
-        self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed)
-        self._memory = MemoryHandover(self.fleet, world, give_back)
+        self.fleet = Fleet(
+            rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed, give_back
+        )
         self._requests = Requests(self.fleet, self._restore, rank, world)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
@@ -108,7 +107,7 @@ class SGLangEngine:
         """Start mppo's own servers and put them to sleep; collective."""
         try:
             self._revive()
-            self._memory.to_trainer()
+            self.fleet.for_training()
         except BaseException:
             self.stop()
             raise
@@ -128,7 +127,7 @@ class SGLangEngine:
         self._source = None if iter(buckets) is buckets else buckets
         self._version, self._synced = version, {}
         self._revive()
-        self._memory.for_weights()
+        self.fleet.for_weights()
         self._push(buckets)
         if self._sync_check is not None:
             self._sync_check.compare(self.logprobs, version)
@@ -137,7 +136,7 @@ class SGLangEngine:
         """Start servers that do not run, and record that they hold no weights; collective."""
         if not any(all_gather_objects(self.fleet.missing(), self._world)):
             return
-        self._memory.from_trainer()  # a server's KV cache takes a share of what is free now
+        self.fleet.free_for_servers()  # a server's KV cache takes a share of what is free now
         for server in self.fleet.revive():
             self._synced.pop(server, None)
             if self.slices is not None:
@@ -154,7 +153,7 @@ class SGLangEngine:
             if self._source is None:
                 break
             self._revive()
-            self._memory.for_weights()
+            self.fleet.for_weights()
             buckets = self._source
         note = "" if self._source else " (and this weight stream cannot be repeated)"
         outputs = all_gather_objects(self.fleet.last_output(), self._world)
@@ -250,9 +249,9 @@ class SGLangEngine:
                 "because the last weight stream was a generator: pass a WeightSource"
             )
         if lacking and self._source is not None:
-            self._memory.for_weights()
+            self.fleet.for_weights()
             self._push(self._source)
-        self._memory.for_generation()
+        self.fleet.for_generation()
         return self._version
 
     # ---- generation
@@ -318,7 +317,7 @@ class SGLangEngine:
         """Release the memory of servers that share the training devices."""
         if self.fleet.shares_devices:
             self._wait()
-            self._memory.to_trainer()
+            self.fleet.for_training()
             if self._device.type != "cpu":
                 self._synced = {}
 

@@ -1,6 +1,12 @@
 """The SGLang servers of a run: started by mppo, or external servers by URL.
 
 One rank, the head of a server, sends all requests to it. All ranks call the collective methods.
+
+The trainer and colocated servers use the device memory in turn: training; weight sync, during which
+servers hold only their weights; generation. Before a server allocates, every rank returns the
+unused memory of its allocator to the device, because another process cannot use it otherwise and a
+server with too little memory exits. Before the trainer allocates, every server has released its
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.report.events import RunEvent, append_event
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.api import CUDA_GRAPHS, KV_CACHE, MEMORY_TAGS, WEIGHTS, SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
 from mppo.rollout.sglang.server_options import (
@@ -50,6 +56,7 @@ class Fleet:
         model_folder: the folder from which mppo's own servers read the model's configuration.
         folder: for logs and option files, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
+        give_back: returns this rank's unused memory to the device.
 
     Attributes:
         mine: the servers for which this rank is the head.
@@ -70,7 +77,9 @@ class Fleet:
         folder: Path,
         make_server: Callable[..., ServerProcess] = own_server,
         seed: int = 0,
+        give_back: Callable[[], None] = device_seam.give_back_memory,
     ) -> None:
+        self._give_back = give_back
         self._rollout, self._rank, self._world = rollout, rank, world
         self.run_dir = folder.parent
         self.tensor_parallel = rollout.tensor_model_parallel_size
@@ -277,6 +286,31 @@ class Fleet:
     def shares_devices(self) -> bool:
         """Whether servers share the training devices, and so must release memory for training."""
         return not self._rollout.urls and self._rollout.mode == "colocated"
+
+    def for_training(self) -> None:
+        """Make colocated servers release all memory; collective."""
+        if self.shares_devices:
+            self.sleep(MEMORY_TAGS)
+
+    def free_for_servers(self) -> None:
+        """Return every rank's unused memory to the devices, before servers allocate; collective."""
+        if self.shares_devices:
+            self._give_back()
+            wait_for_ranks(self._world)
+
+    def for_weights(self) -> None:
+        """Make colocated servers hold only weights: the trainer needs the rest for the weight
+        stream. Collective."""
+        if self.shares_devices:
+            self.sleep((KV_CACHE, CUDA_GRAPHS))
+            self.free_for_servers()
+            self.wake((WEIGHTS,))
+
+    def for_generation(self) -> None:
+        """Make colocated servers hold all their memory; collective."""
+        if self.shares_devices:
+            self.free_for_servers()
+            self.wake(MEMORY_TAGS)
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Release the memory of ``tags`` on every server that holds it; collective.

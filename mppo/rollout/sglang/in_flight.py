@@ -1,17 +1,23 @@
-"""Requests that run in a thread of their own while this rank's main thread continues."""
+"""Requests that run in threads of their own while this rank's main thread continues.
+
+Jobs run on several servers at once, and those of a lost server go to the others. The slowest
+requests are aborted once enough prompts are answered.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.sglang.api import SGLangApi
-from mppo.rollout.sglang.dispatch import DispatchResult, dispatch
-from mppo.rollout.sglang.straggler_abort import StragglerAbort
+from mppo.rollout.sglang.http_client import ServerLost
 from mppo.supervision import stop_request
 from mppo.supervision.phase import tick
 
@@ -20,6 +26,132 @@ _ABORT_S = 5.0
 """An aborted request is answered within this time, or its server hangs."""
 _OBSERVE_S = 5.0
 """Seconds between two looks at a server's progress, at most."""
+_ABORT_POLL_S = 0.05
+
+Job = TypeVar("Job")
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
+Server = TypeVar("Server")
+
+
+@dataclass
+class DispatchResult(Generic[Name, Result]):
+    """Results by job index, only of jobs whose answer arrived completely; lost servers, and why."""
+
+    results: dict[int, Result] = field(default_factory=dict)
+    lost: dict[Name, str] = field(default_factory=dict)
+
+
+def dispatch(
+    servers: Mapping[Name, Server],
+    jobs: Sequence[Job],
+    call: Callable[[Server, Job], Result],
+    max_in_flight: int,
+) -> DispatchResult[Name, Result]:
+    """Run jobs on servers until all are done or no server is left; jobs for which none was left
+    have no result.
+
+    Each server takes the next job, in order, as soon as it has fewer than ``max_in_flight``
+    running, which balances the load. A server that loses a job (``call`` raises ``ServerLost``)
+    gets no further job; the job goes to another.
+
+    Raises:
+        Exception: any other exception of ``call``, after running jobs have ended.
+    """
+    outcome: DispatchResult[Name, Result] = DispatchResult()
+    waiting = deque(range(len(jobs)))
+    failures: list[Exception] = []
+    lock = threading.Condition()
+    running = 0
+
+    def work(name: Name, server: Server) -> None:
+        nonlocal running
+        while True:
+            with lock:
+                # a job that runs on another server returns to the queue if that server is lost
+                while not waiting and running and not failures and name not in outcome.lost:
+                    lock.wait()
+                if not waiting or failures or name in outcome.lost:
+                    return
+                index = waiting.popleft()
+                running += 1
+            try:
+                result = call(server, jobs[index])
+            except ServerLost as error:
+                with lock:
+                    waiting.appendleft(index)
+                    outcome.lost.setdefault(name, str(error))
+            except Exception as error:
+                with lock:
+                    failures.append(error)
+            else:
+                with lock:
+                    outcome.results[index] = result
+            finally:
+                with lock:
+                    running -= 1
+                    lock.notify_all()
+
+    each = max(1, min(max_in_flight, len(jobs)))
+    threads = [
+        threading.Thread(target=work, args=item, daemon=True)
+        for item in servers.items()
+        for _ in range(each)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return outcome
+
+
+class StragglerAbort:
+    """Aborts running requests once enough prompts are answered and somebody waits for them;
+    ``reached`` is set then."""
+
+    def __init__(self, answered: AnsweredPrompts) -> None:
+        self.answered = answered
+        self._is_awaited = threading.Event()
+        self.reached = threading.Event()
+
+    def when_enough(self) -> None:
+        """Abort as soon as enough prompts are answered; until now none was waited for."""
+        self._is_awaited.set()
+        self._look()
+
+    def abort(self) -> None:
+        """Abort this rank's running requests; safe in any thread."""
+        self.reached.set()
+
+    def _look(self) -> None:
+        if self._is_awaited.is_set() and self.answered.are_enough:
+            self.reached.set()
+
+    @contextmanager
+    def watching(self, apis: Callable[[], Mapping[int, SGLangApi]]) -> Iterator[None]:
+        """Abort running requests of this rank's servers, those not lost, as soon as ``reached`` is
+        set."""
+        over = threading.Event()
+
+        def watch() -> None:
+            # repeatedly: a request may reach a server just after the server aborted all others
+            while not over.wait(_ABORT_POLL_S):
+                self._look()  # other ranks may have completed prompts
+                for api in apis().values() if self.reached.is_set() else ():
+                    try:
+                        api.abort_all()
+                    except ServerLost:
+                        continue  # the request to that server fails too, and is handled there
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
 
 
 class InFlightRequests:

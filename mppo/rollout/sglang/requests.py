@@ -8,11 +8,9 @@ from typing import Any
 
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.sglang.api import SGLangApi
-from mppo.rollout.sglang.dispatch import DispatchResult
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused
-from mppo.rollout.sglang.in_flight import InFlightRequests
-from mppo.rollout.sglang.straggler_abort import StragglerAbort
+from mppo.rollout.sglang.in_flight import DispatchResult, InFlightRequests, StragglerAbort
 from mppo.supervision import stop_request
 from mppo.supervision.stop_request import StepInterrupted
 
@@ -34,12 +32,6 @@ class Requests:
     ) -> None:
         self.fleet, self.restore = fleet, restore
         self.rank, self.world = rank, world
-        self._names = 0
-
-    def new_name(self) -> str:
-        """A name not returned before, the same on every rank if all ranks call it."""
-        self._names += 1
-        return str(self._names)
 
     def launch(
         self,

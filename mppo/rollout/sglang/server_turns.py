@@ -15,8 +15,7 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
-from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts
-from mppo.rollout.sglang.server_response import ServerResponse
+from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 

@@ -69,10 +69,8 @@ class SharedBuffer:
         return self._bytes[: self._used]
 
     def fill(self, bucket: WeightBucket) -> None:
-        self._reserve(bucket.layout.nbytes)
-        self._used, self.layout = bucket.layout.nbytes, bucket.layout
-        self.content.copy_(bucket.content)
-        self._synchronize()
+        self.fill_bytes([bucket.content])
+        self.layout = bucket.layout
 
     def fill_bytes(self, parts: Sequence[Tensor]) -> list[int]:
         """Copy uint8 tensors into the buffer, end to end; return the first byte of each. Every
@@ -85,13 +83,9 @@ class SharedBuffer:
         for begin, part in zip(begins, parts, strict=True):
             self._bytes[begin : begin + len(part)].copy_(part)
         self._used, self.layout = total, BucketLayout((), 0)
-        self._synchronize()
-        return begins
-
-    def _synchronize(self) -> None:
-        """Finish the copy before another process reads the buffer."""
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize()  # before another process reads the buffer
+        return begins
 
     def _reserve(self, size: int) -> None:
         if size <= self._bytes.numel():
