@@ -38,11 +38,8 @@ class ProcessEnded(Exception):
 
 
 class AgentProcess:
-    """A process of ``mppo.agents.function_host``.
-
-    Args:
-        process: its orders are the standard input.
-        results: the pipe that it writes to.
+    """A process of ``mppo.agents.function_host``, which reads orders from its standard input and
+    writes to the pipe ``results``.
 
     Attributes:
         ready: set once the process takes calls, or has ended.
@@ -71,11 +68,8 @@ class AgentProcess:
         return self._process.returncode
 
     async def call(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to an order: ``result``, or ``error`` with a reason.
-
-        Raises:
-            ProcessEnded: the message names the exit code.
-        """
+        """The answer to an order: ``result``, or ``error`` with a reason. ProcessEnded if the
+        process ends before."""
         if self._watch.done():
             raise ProcessEnded(self._why())
         number, loop = next(self._numbers), asyncio.get_running_loop()
@@ -154,14 +148,8 @@ class AgentProcess:
 
 
 class AgentProcesses:
-    """The processes of one function.
-
-    Args:
-        form: ``run`` or ``path``, the key of ``rollout.agent`` that names it.
-        arguments: further ones of the function.
-        processes: number of processes.
-        memory_mb: most address space of each, MiB; None: no limit.
-    """
+    """The processes of one function, which ``form``, ``run`` or ``path`` of ``rollout.agent``,
+    names; each has at most ``memory_mb`` MiB of address space (None: no limit)."""
 
     def __init__(
         self,
@@ -179,11 +167,8 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the processes that do not run.
-
-        Raises:
-            RuntimeError: one ended at its start, by itself or several times by a signal.
-        """
+        """Start the processes that do not run; RuntimeError if one ended at its start, by itself or
+        several times by a signal."""
         async with self._starting:
             for attempt in range(_ATTEMPTS):
                 await self._start_missing()

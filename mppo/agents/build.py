@@ -21,12 +21,8 @@ from mppo.rollout.engine import RolloutEngine
 def build_agent(recipe: Recipe, given: Callable[..., Any] | None = None) -> Program | None:
     """What runs the episodes of ``rollout.agent``; None without one, and for ``trainer.replay``.
 
-    Args:
-        given: the agent that ``rollout.agent.path`` names, of the program that started the run;
-            None: it is imported.
-
-    Raises:
-        ConfigError: the agent cannot be imported, or does not accept its arguments.
+    ``given``: the agent that ``rollout.agent.path`` names, of the program that started the run;
+    None: it is imported. ConfigError as of ``check_agent``.
     """
     config = recipe.rollout.agent
     if config is None or recipe.trainer.replay is not None:

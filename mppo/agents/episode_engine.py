@@ -60,11 +60,8 @@ class EpisodeEngine(EngineAround):
     Args:
         engine: generates the turns of the policy.
         program: runs the episodes.
-        tokenizer: the policy's.
-        config: the recipe's section.
         tokens: most tokens of a sequence, everything before it included.
         goes_on: whether episodes that a batch does not take go on.
-        rank, world: this rank and the number of ranks.
 
     Attributes:
         run: runs a coroutine in the loop of the episodes, see ``EventLoop.run``.
@@ -105,12 +102,8 @@ class EpisodeEngine(EngineAround):
         return RunningEpisodes(self._run, self._config.most_at_once)
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``; episodes that go on do so during it.
-
-        Raises:
-            RuntimeError: on every rank, if an episode could not be run in several attempts.
-            StepInterrupted: on every rank.
-        """
+        """See ``RolloutEngine.generate``; episodes that go on do so during it. RuntimeError on
+        every rank if an episode could not be run in several attempts."""
         was_open = self.queue.is_open
         found = EpisodeGeneration(self, request, self._passing, {}, is_training=False).collect()
         if was_open:
@@ -182,7 +175,7 @@ class EpisodeEngine(EngineAround):
         self.version = version
 
     def add_up(self, episodes: Sequence[Episode]) -> None:
-        """Take the metrics of a batch from this rank's episodes of it; collective."""
+        """Take a batch's metrics from this rank's episodes in it; collective."""
         uses = [each.result.use for each in episodes if each.result and each.result.use]
         everyone = all_gather_objects(uses, self.world)
         self._metrics = use_metrics([use for part in everyone for use in part])
@@ -196,7 +189,6 @@ class EpisodeEngine(EngineAround):
         super().sleep()
 
     def stop(self) -> None:
-        """Stop the engine, and every process of the agent."""
         try:
             if self._loop.is_running:
                 self.run(self._stop())
@@ -220,9 +212,7 @@ class EpisodeGeneration:
     resumed run starts them again.
 
     Args:
-        engine: runs them.
-        request: the episodes.
-        running: those that run already, and will.
+        running: the episodes that run already, and will.
         homes: the rank of each, on every rank.
         goes_on: whether those that the result does not hold go on.
         is_training: whether they are trained on.
@@ -319,13 +309,10 @@ class EpisodeGeneration:
         return [everything[place] for place in places]
 
     async def _until_enough(self) -> None:
-        """Wait until the result is there, or a server is lost.
-
-        Raises:
-            Exception: an error of mppo or the engine, not of an agent.
-        """
+        """Wait until the result is there, or a server is lost; raise an error of mppo or the
+        engine."""
         running, needed = self._running, self._request.num_prompts_needed
-        while not (running.have_ended(self._places) and needed is None):
+        while needed is not None or not running.done.keys() >= self._places.keys():
             if running.failure is not None:
                 self._answered.give_up()
                 raise running.failure
@@ -341,7 +328,7 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
     """An episode of one sequence for each leaf of its session's tree."""
     error, reward = record.error, result.reward if result.reward is not None else record.reward
     if record.is_used_up and error is not None:
-        # a limit reached is no failure: it ends an episode as the longest length ends a response
+        # a limit ends an episode without failure, as the longest length ends a response
         error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
         error = f"the agent of {describe(prompt)}: it asked the policy nothing"

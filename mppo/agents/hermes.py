@@ -19,7 +19,7 @@ from mppo.agents.conversation import Conversation
 from mppo.rewards.workers.user_function import import_function
 
 BEGIN, _END = "<tool_call>", "</tool_call>"
-_FROM_ROW = ("ground_truth", "extra_info")
+FROM_ROW = ("ground_truth", "extra_info")
 """Parameters that a tool gets from the data row."""
 
 
@@ -57,17 +57,13 @@ class HermesAgent:
             name, arguments = self._read(call)
             function = self._functions[name]
             takes = inspect.signature(function).parameters
-            row = {key: getattr(conversation, key) for key in _FROM_ROW if key in takes}
+            row = {key: getattr(conversation, key) for key in FROM_ROW if key in takes}
             return str(function(**arguments, **row))[: self._max_characters]
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[: self._max_characters]
 
     def _read(self, call: str) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of a call.
-
-        Raises:
-            ValueError: they are not valid.
-        """
+        """Name and arguments of a call; ValueError if they are not valid."""
         content = json.loads(call)
         if not isinstance(content, dict) or not isinstance(content.get("arguments", {}), dict):
             raise ValueError('write {"name": NAME, "arguments": {...}}')

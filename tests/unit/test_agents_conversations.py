@@ -14,11 +14,11 @@ from agent_case import MODEL, SAMPLING, answered, local_engine
 
 from mppo.agents.agent_check import check_agent, imported_waits
 from mppo.agents.conversation import Conversation, Reply, read_reply
+from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.hermes import HermesAgent
 from mppo.agents.number_hints import hint
 from mppo.agents.tools import calc_gsm8k_reward, calculate
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
-from mppo.agents.turn_text import TurnText
 from mppo.batch.episode import NO_WEIGHTS, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError

@@ -231,7 +231,7 @@ def test_a_command_runs_one_episode(run, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("def run(client, task): pass", "no coroutine function"),
+        ("def run(client, task): pass", "not a coroutine function"),
         ("async def run(client): pass", "cannot be called with a client and a task"),
         ("async def other(client, task): pass", "run"),
         ("import no_such_package", "no_such_package"),

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import transformers
 
-from mppo.agents.turn_text import TurnText
+from mppo.agents.endpoint.prompts import TurnText
 from mppo.data.chat_renderer import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 

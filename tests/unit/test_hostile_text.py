@@ -10,8 +10,8 @@ from random_dump import write_dump
 from rich.console import Console
 
 from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.turn_answers import HostedAnswers
-from mppo.agents.turn_text import TurnText
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.data import chat_renderer

@@ -78,8 +78,8 @@ class PolicyAnswer:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """What a client gets: JSON, or the events of a stream if it asked for one; and the turns that
-    it learns of."""
+    """The answer to a client: JSON, or a stream's events if it asked for them. ``nodes``: the turns
+    that it contains."""
 
     content: Mapping[str, Any]
     events: str | None = None

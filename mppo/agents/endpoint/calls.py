@@ -24,10 +24,8 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A request, by the digest of its route and body, and the task that makes its answer.
-
-    ``readers`` clients wait for it; ``is_read`` once one has got it.
-    """
+    """A request, and the task that makes its answer; ``readers`` clients wait for it, and it
+    ``is_read`` once one has got it."""
 
     digest: bytes
     task: asyncio.Task[HttpReply]
@@ -36,12 +34,8 @@ class Call:
 
 
 class Calls:
-    """The requests of a session, at most ``most_running`` at the same time.
-
-    Args:
-        retry_s: seconds that an answer waits for a retry when its client is gone.
-        forget: called with an answer that nobody will read.
-    """
+    """The requests of a session. An answer waits ``retry_s`` seconds for a retry after its client
+    is gone; ``forget`` is called with one that nobody will read."""
 
     def __init__(
         self, most_running: int, retry_s: float, forget: Callable[[HttpReply], None]
@@ -61,12 +55,11 @@ class Calls:
         work: Callable[[], Coroutine[Any, Any, HttpReply]],
         gone: Callable[[], Awaitable[Any]],
     ) -> HttpReply:
-        """The answer to a request.
+        """The answer to a request, which ``work`` makes.
 
         Args:
             digest: of its route and body.
             is_retry: the client says that it has sent the request before.
-            work: makes the answer.
             gone: returns when the client closes the connection.
 
         Raises:

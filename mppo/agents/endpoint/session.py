@@ -68,13 +68,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a turn belongs in the tree.
-
-    Args:
-        context: all tokens before it.
-        given: those after the parent.
-        asked: the messages behind ``given``.
-    """
+    """Where a turn belongs in the tree: all tokens before it, those after the parent, and the
+    messages that they are."""
 
     parent: TurnNode | None
     context: list[int]
@@ -171,7 +166,7 @@ class Session:
         return PolicyAnswer(place.context, choices)
 
     async def count(self, ask: Ask) -> int:
-        """Number of tokens in the context of the turn that a request asks for."""
+        """Number of tokens before the turn that a request asks for."""
         return len((await self._place(ask)).context)
 
     async def _place(self, ask: Ask) -> _Place:

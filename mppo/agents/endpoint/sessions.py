@@ -31,7 +31,7 @@ class EpisodeRecord:
 
     Args:
         leaves: sequences to train on, in order of creation; the last one is the episode's answer.
-        is_used_up: whether it asked for more turns or tokens than it may have.
+        is_used_up: whether the agent asked for more turns or tokens than the limits allow.
         messages: the conversation up to the last leaf's end.
     """
 
@@ -71,16 +71,11 @@ class Sessions:
         token_ids: Sequence[int] | None = None,
         sampling: SamplingConfig | None = None,
     ) -> Session:
-        """Open a session.
+        """Open a session; Refusal if too many are open.
 
         Args:
-            messages, tools: of the prompt, if its tokens are known.
-            token_ids: the prompt's tokens: those of a first request with exactly these messages and
-                tools.
+            token_ids: the tokens of a first request with exactly these messages and tools.
             sampling: of this session, for example in validation; None: that of training.
-
-        Raises:
-            Refusal: too many sessions are open.
         """
         if len(self._open) >= self.policy.limits.sessions:
             raise Refusal(429, f"{len(self._open)} sessions are open: close some")
@@ -93,8 +88,8 @@ class Sessions:
         return session
 
     async def close(self, session_id: str, error: str | None = None) -> EpisodeRecord:
-        """End a session and take what it holds; ``error``: why the episode failed. Refusal if there
-        is no such session, or it is closed."""
+        """End a session and return its record. ``error``: why the episode failed. Refusal if no
+        open session has this id."""
         session = self.session(session_id)
         del self._open[session.id], self._by_key[session.key]
         self._closed[session.id] = session.key
@@ -125,7 +120,7 @@ class Sessions:
         if found is None:
             if session_id in self._closed:
                 raise ended()
-            raise Refusal(404, "there is no such session")
+            raise Refusal(404, "no session has this id")
         if token is not None and not (same(token, found.key) or same(token, found.id)):
             raise Refusal(401, "the API key is not that of the session", INVALID_KEY)
         return found

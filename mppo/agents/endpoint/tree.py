@@ -65,7 +65,7 @@ class TurnNode:
     """A turn of the policy.
 
     Args:
-        given: int32 ``[G]``, others' tokens between the two; without a parent, the whole context.
+        given: int32 ``[G]``, what others wrote after the parent; without a parent, the context.
         children: number of turns that follow this one.
         length: number of tokens up to the end of the turn.
     """

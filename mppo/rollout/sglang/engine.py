@@ -101,27 +101,19 @@ class SGLangEngine:
             oracle = LocalEngine(hf_folder, hf_config, dtype, rank=rank, world=world, device=device)
             self._sync_check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self.fleet.count)
         if self.fleet.shares_devices:
-            self._start_servers()
-
-    def _start_servers(self) -> None:
-        """Start mppo's own servers and put them to sleep; collective."""
-        try:
-            self._revive()
-            self.fleet.for_training()
-        except BaseException:
-            self.stop()
-            raise
-
-    # ---- weights
+            try:
+                self._revive()
+                self.fleet.for_training()
+            except BaseException:
+                self.stop()
+                raise
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``.
+        """See ``RolloutEngine.update_weights``; RuntimeError on every rank if a server could not
+        load the weights.
 
         If ``buckets`` can be iterated again (it is not a generator), a server that is lost during
         the update or later is restarted and receives the weights again.
-
-        Raises:
-            RuntimeError: on every rank, if a server could not load the weights.
         """
         self._wait()
         self._source = None if iter(buckets) is buckets else buckets
@@ -218,6 +210,7 @@ class SGLangEngine:
         self._record(targets, error)
 
     def _record(self, targets: Mapping[int, SGLangApi], error: Exception | None) -> None:
+        """Record which servers hold the weights, or are lost."""
         if error is None:
             self._synced.update(dict.fromkeys(targets, self._version))
             return
@@ -254,8 +247,6 @@ class SGLangEngine:
         self.fleet.for_generation()
         return self._version
 
-    # ---- generation
-
     def submit(self, request: GenerationRequest) -> SGLangGeneration:
         """See ``RolloutEngine.submit``; ``seed`` is unused: SGLang draws its own random numbers."""
         self._wait()
@@ -266,7 +257,6 @@ class SGLangEngine:
         return self._pending
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine``; RuntimeError on every rank if a request could not be served."""
         return self.submit(request).collect()
 
     def _wait(self) -> None:
@@ -307,8 +297,6 @@ class SGLangEngine:
         how = self._stops, self._vocab_size, self._rollout.batch_size, self._routing
         return ServerTurns(self.fleet, version, *how)
 
-    # ---- memory and end
-
     def sync_metrics(self) -> dict[str, float]:
         """See ``RolloutEngine.sync_metrics``; empty with ``rollout.sync_mode`` = full."""
         return self.slices.metrics() if self.slices is not None else {}
@@ -322,7 +310,6 @@ class SGLangEngine:
                 self._synced = {}
 
     def stop(self) -> None:
-        """Abort requests in flight, and stop every server that mppo started. Idempotent."""
         if self._pending is not None:
             self._pending.abort()
         self._transport.stop()

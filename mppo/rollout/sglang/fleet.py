@@ -89,7 +89,9 @@ class Fleet:
         self._model_type = hf_config.model_type
         self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
         self.mine = [s for s in range(self.count) if self.head_of(s) == rank]
-        self.key = self._agreed_key()
+        self.key = os.environ.get(API_KEY_VARIABLE)
+        if not rollout.urls:  # a new key, the same on all ranks
+            self.key = all_gather_objects(secrets.token_hex(32) if rank == 0 else None, world)[0]
         self.lost: dict[int, str] = {}
         self._asleep: dict[int, set[str]] = {}
         self._seed, self._starts = seed, [0] * self.count
@@ -106,13 +108,6 @@ class Fleet:
 
     def head_of(self, server: int) -> int:
         return server * max(1, self._world // self.count) % self._world
-
-    def _agreed_key(self) -> str | None:
-        """A new key, the same on all ranks; for external servers the key in the environment."""
-        if self._rollout.urls:
-            return os.environ.get(API_KEY_VARIABLE)
-        key = secrets.token_hex(32) if self._rank == 0 else None
-        return all_gather_objects(key, self._world)[0]
 
     def _make_servers(
         self,
@@ -185,7 +180,7 @@ class Fleet:
         return SGLangApi(url, self.key, self._rollout.request_timeout_s)
 
     def last_output(self) -> str:
-        """The end of the logs of the servers that this rank started, for error messages."""
+        """The end of the logs of the servers that this rank started."""
         return "".join(process.last_output() for process in self.processes.values())
 
     def urls(self) -> dict[int, str]:
@@ -313,11 +308,8 @@ class Fleet:
             self.wake(MEMORY_TAGS)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Release the memory of ``tags`` on every server that holds it; collective.
-
-        When it returns, all servers have released it: a rank that heads no server shares its GPU
-        with one, too.
-        """
+        """Release the memory of ``tags`` on every server that holds it; collective. It returns when
+        all have: a rank that heads no server shares its GPU with one, too."""
 
         def release(server: int, api: SGLangApi) -> None:
             asleep = self._asleep.setdefault(server, set())
@@ -351,7 +343,6 @@ class Fleet:
                 self.lost[server] = str(error)
 
     def stop(self) -> None:
-        """Stop every server that this rank started. Idempotent."""
         for process in self.processes.values():
             process.stop()
         self.processes, self._apis = {}, {}

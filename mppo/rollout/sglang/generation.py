@@ -15,8 +15,7 @@ from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import complete_prompts, gather_episodes, left_over
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
-from mppo.rollout.sglang.in_flight import InFlightRequests, StragglerAbort
-from mppo.rollout.sglang.requests import Requests
+from mppo.rollout.sglang.requests import InFlightRequests, Requests, StragglerAbort
 from mppo.rollout.sglang.server_response import (
     RoutingShape,
     ServerResponse,
@@ -148,7 +147,8 @@ class SGLangGeneration:
             return
         if self._in_flight is not None:
             if self._partial:
-                self._stragglers.abort()  # what is unfinished goes on later, with the next weights
+                # what is unfinished goes on later, with the next weights
+                self._stragglers.reached.set()
             results = self._requests.join(self._in_flight)
             self._found, self._in_flight = self._gathered(results), None
         if not self._partial:

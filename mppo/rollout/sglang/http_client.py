@@ -20,11 +20,8 @@ MAX_ANSWER_BYTES = 2 << 30
 
 
 class RequestRefused(RuntimeError):
-    """The server rejected the request; a repetition would be rejected too.
-
-    Args:
-        status: HTTP status; None if the content of a successful answer gives the reason.
-    """
+    """The server rejected the request; a repetition would be rejected too. ``status``: of HTTP;
+    None if the content of a successful answer gives the reason."""
 
     def __init__(self, why: str, status: int | None = None) -> None:
         super().__init__(why)
@@ -44,11 +41,7 @@ class ServerLost(ConnectionError):
 
 class JsonClient:
     """Sends JSON to ``http://host:port`` and reads JSON, with ``api_key`` as a bearer token.
-
-    Attributes:
-        timeout_s: for connecting, and from the request to the end of the answer, in seconds;
-            may be changed between requests.
-    """
+    ``timeout_s``: for connecting, and from the request to the end of the answer."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         if problem := url_problem(url):

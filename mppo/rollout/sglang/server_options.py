@@ -187,7 +187,7 @@ def own_server(
 
 
 def is_ours(api: SGLangApi) -> bool:
-    """Return whether the client's server is up, and not another program on the same port."""
+    """Whether the client's server is up, and not another program on the same port."""
     try:
         return api.is_up() and api.accepts_key() is True
     except RequestRefused:

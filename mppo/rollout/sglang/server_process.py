@@ -81,7 +81,6 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process; does not wait until the server answers."""
         assert self._process is None, "already started"
         self.port = free_port()
         guard = [sys.executable, "-m", "mppo.supervision.server_guard", str(os.getpid())]
