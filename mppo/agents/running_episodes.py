@@ -37,11 +37,7 @@ class RunningEpisodes:
         failure: the first exception of mppo or the engine; an agent's own is in its episode.
     """
 
-    def __init__(
-        self,
-        run: Callable[[EpisodeStart], Awaitable[Episode | None]],
-        most: int,
-    ) -> None:
+    def __init__(self, run: Callable[[EpisodeStart], Awaitable[Episode | None]], most: int) -> None:
         self._run, self._free = run, asyncio.Semaphore(most)
         self._tasks: dict[EpisodeKey, asyncio.Task[None]] = {}
         self._versions: dict[EpisodeKey, int] = {}

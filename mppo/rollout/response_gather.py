@@ -22,9 +22,7 @@ _OF_REQUEST = -1
 
 
 def gather_episodes(
-    mine: Mapping[int, Episode],
-    request: GenerationRequest,
-    world: int,
+    mine: Mapping[int, Episode], request: GenerationRequest, world: int
 ) -> dict[int, Episode]:
     """The episodes that all ranks received, by index in the result of the request: this rank's with
     tokens, those of others without. Collective; InputError on every rank if a log-probability is

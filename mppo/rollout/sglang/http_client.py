@@ -56,6 +56,10 @@ class JsonClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: deque[http.client.HTTPConnection] = deque()
 
+    def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """Return the answer to a GET; raises as ``post``."""
+        return self.post(path, None, timeout_s, method="GET")
+
     def post(
         self,
         path: str,
@@ -63,6 +67,7 @@ class JsonClient:
         timeout_s: float | None = None,
         progress_at: Callable[[], float] | None = None,
         parse: Callable[[bytes], Any] = parse_answer,
+        method: str = "POST",
     ) -> Any:
         """POST ``body`` as JSON and return the answer.
 
@@ -75,21 +80,7 @@ class JsonClient:
             RequestRefused: status 4xx.
             ServerLost: any other failure; the request may be repeated on another server.
         """
-        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at, parse)
-
-    def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """Return the answer to a GET; raises as ``post``."""
-        return self._call("GET", path, None, timeout_s)
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: str | None,
-        timeout_s: float | None,
-        progress_at: Callable[[], float] | None = None,
-        parse: Callable[[bytes], Any] = parse_answer,
-    ) -> Any:
+        text = json.dumps(body or {}) if method == "POST" else None
         limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
             connection = None if fresh else self._kept()
@@ -99,9 +90,9 @@ class JsonClient:
                 bounded(connection, limit, MAX_ANSWER_BYTES, progress_at).timeout = limit
                 if connection.sock is not None:
                     connection.sock.settimeout(limit)
-                connection.request(method, self._parts.path + path, body, self._headers)
+                connection.request(method, self._parts.path + path, text, self._headers)
                 answer = connection.getresponse()
-                text = read_body(answer, MAX_ANSWER_BYTES)
+                content = read_body(answer, MAX_ANSWER_BYTES)
             except (ConnectionResetError, BrokenPipeError) as error:
                 # the server may have closed a kept-alive connection: try once with a new one
                 connection.close()
@@ -115,7 +106,7 @@ class JsonClient:
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)
-                return self._read(path, answer.status, text, parse)
+                return self._read(path, answer.status, content, parse)
         raise AssertionError("unreachable")
 
     def _kept(self) -> http.client.HTTPConnection | None:

@@ -237,13 +237,7 @@ class Requests:
     """Sends jobs, each rank to its own servers. Call ``restore`` (collective), which makes every
     server ready and returns the version of the weights, before ``launch`` or ``collect``."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        restore: Callable[[], int],
-        rank: int,
-        world: int,
-    ) -> None:
+    def __init__(self, fleet: Fleet, restore: Callable[[], int], rank: int, world: int) -> None:
         self.fleet, self.restore = fleet, restore
         self.rank, self.world = rank, world
 

@@ -94,9 +94,8 @@ class DistributedTransport:
         """Run a step that blocks until every server joins it by one of ``calls``; raises their
         errors, or RuntimeError after ``timeout_s``.
 
-        The step runs in a thread of its own, which is abandoned if a server fails or is late. The
-        first broadcast blocks too: with NCCL it creates the communicator, in a call that cannot be
-        interrupted.
+        The step runs in a thread, which is abandoned if a server fails or is late. The first
+        broadcast blocks too: with NCCL it creates the communicator, which cannot be interrupted.
         """
         outcome: Future[T] = Future()
 

@@ -34,8 +34,8 @@ from mppo.weights.bucket import WeightBucket
 
 
 class WeightTransport(Protocol):
-    """A transport of weights to servers. Producing the stream is collective, so the failure of a
-    server does not stop it: ``close`` raises the first failure."""
+    """A transport of weights to servers. Producing the stream is collective, so a server's failure
+    does not stop it."""
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
         """Begin an update of the servers for which this rank is the head (possibly none)."""
@@ -46,12 +46,8 @@ class WeightTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until the servers have loaded every bucket, and end the update.
-
-        Raises:
-            ServerLost: a server is gone; the others may hold part of the weights.
-            Exception: any other failure since ``open``.
-        """
+        """Wait until the servers have loaded every bucket, and end the update. Raises the first
+        failure since ``open``; after ServerLost the other servers may hold part of the weights."""
         ...
 
     def stop(self) -> None:
@@ -162,12 +158,8 @@ class TensorTransport:
 
 
 class DiskTransport:
-    """A Hugging Face folder that the first rank writes and every server reads.
-
-    Args:
-        folder: the folder, on a file system where all servers see it under the same path.
-        hf_folder: model folder whose config and tokenizer files are copied into it.
-    """
+    """A Hugging Face folder that the first rank writes and every server reads under the same path;
+    config and tokenizer files are copied from ``hf_folder``."""
 
     def __init__(self, folder: Path, hf_folder: Path, writes: bool) -> None:
         self._root, self._hf_folder, self._writes = folder, hf_folder, writes
