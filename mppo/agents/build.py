@@ -40,10 +40,7 @@ def build_agent(recipe: Recipe, given: Callable[..., Any] | None = None) -> Prog
 
 
 def with_agent(
-    engine: RolloutEngine,
-    agent: Program | None,
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine, agent: Program | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutEngine:
     """The engine whose responses are episodes of the agent; the same one without."""
     config = recipe.rollout.agent

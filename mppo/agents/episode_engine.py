@@ -23,12 +23,7 @@ from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
 from mppo.agents.event_loop import EventLoop
 from mppo.agents.program import Program, failed, opening_of
-from mppo.agents.running_episodes import (
-    EpisodeKey,
-    EpisodeStart,
-    RunningEpisodes,
-    use_metrics,
-)
+from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisodes, use_metrics
 from mppo.agents.turn_queue import Drawing, TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
@@ -66,6 +61,8 @@ class EpisodeEngine(EngineAround):
     Attributes:
         run: runs a coroutine in the loop of the episodes, see ``EventLoop.run``.
         version: of the weights.
+        kept, passing: episodes to train on, and others, as in validation.
+        homes: the rank of each episode that goes on, on every rank.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class EpisodeEngine(EngineAround):
     ) -> None:
         super().__init__(engine)
         self._program, self._config = program, config
-        self._goes_on, self.rank, self.world = goes_on, rank, world
+        self.goes_on, self.rank, self.world = goes_on, rank, world
         self.queue = TurnQueue()
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
         parse = tool_parser(config.tool_format)
@@ -94,27 +91,23 @@ class EpisodeEngine(EngineAround):
             self._endpoint = Endpoint(self._sessions)
         self._loop = EventLoop()
         self.run, self.version = self._loop.run, 0
-        self._kept, self._passing = self._nothing_running(), self._nothing_running()
-        self._homes: dict[EpisodeKey, int] = {}
+        at_once = config.most_at_once
+        self.kept = RunningEpisodes(self._run_episode, at_once)
+        self.passing = RunningEpisodes(self._run_episode, at_once)
+        self.homes: dict[EpisodeKey, int] = {}
         self._metrics: dict[str, float] = {}
-
-    def _nothing_running(self) -> RunningEpisodes:
-        return RunningEpisodes(self._run, self._config.most_at_once)
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
         """See ``RolloutEngine.generate``; episodes that go on do so during it. RuntimeError on
         every rank if an episode could not be run in several attempts."""
         was_open = self.queue.is_open
-        found = EpisodeGeneration(self, request, self._passing, {}, is_training=False).collect()
+        found = EpisodeGeneration(self, request, is_training=False).collect()
         if was_open:
             self.open()
         return found
 
     def submit(self, request: GenerationRequest) -> EpisodeGeneration:
-        if not self._goes_on:
-            self._homes = {}
-        goes_on, homes = self._goes_on, self._homes
-        return EpisodeGeneration(self, request, self._kept, homes, goes_on, is_training=True)
+        return EpisodeGeneration(self, request, is_training=True)
 
     def open(self) -> TurnEngine:
         """Answer the agents' requests from now on; collective."""
@@ -127,7 +120,7 @@ class EpisodeEngine(EngineAround):
             await self._endpoint.start()
         await self._program.start()
         if self.queue.is_lost:  # an agent may notice only later that its request failed
-            for running in (self._kept, self._passing):
+            for running in (self.kept, self.passing):
                 await running.end_unfinished()
         self.queue.open(turns)
 
@@ -137,7 +130,7 @@ class EpisodeEngine(EngineAround):
             self.run(self.queue.pause())
         wait_for_ranks(self.world)  # a batch of turns may take longer than any time limit
 
-    async def _run(self, start: EpisodeStart) -> Episode | None:
+    async def _run_episode(self, start: EpisodeStart) -> Episode | None:
         """Run an episode to its end; None if a lost server has spoiled it."""
         prompt, sessions, queue = start.prompt, self._sessions, self.queue
         ids, sampling = prompt.token_ids.tolist(), start.drawing.sampling
@@ -199,7 +192,7 @@ class EpisodeEngine(EngineAround):
     async def _stop(self) -> None:
         with suppress(asyncio.TimeoutError):  # a server that hangs holds up no end
             await asyncio.wait_for(self.queue.pause(), _ABORT_S)
-        for running in (self._kept, self._passing):
+        for running in (self.kept, self.passing):
             await running.run_only({})
         await self._program.stop()
         await (self._sessions.end_all() if self._endpoint is None else self._endpoint.stop())
@@ -210,26 +203,15 @@ class EpisodeGeneration:
 
     Episodes that a checkpoint would have to keep run in processes of others: it keeps none, and a
     resumed run starts them again.
-
-    Args:
-        running: the episodes that run already, and will.
-        homes: the rank of each, on every rank.
-        goes_on: whether those that the result does not hold go on.
-        is_training: whether they are trained on.
     """
 
     def __init__(
-        self,
-        engine: EpisodeEngine,
-        request: GenerationRequest,
-        running: RunningEpisodes,
-        homes: dict[EpisodeKey, int],
-        goes_on: bool = False,
-        *,
-        is_training: bool,
+        self, engine: EpisodeEngine, request: GenerationRequest, *, is_training: bool
     ) -> None:
-        self._engine, self._request, self._running = engine, request, running
-        self._homes, self._goes_on, self._is_training = homes, goes_on, is_training
+        self._engine, self._request, self._is_training = engine, request, is_training
+        self._running = engine.kept if is_training else engine.passing
+        self._goes_on = engine.goes_on and is_training
+        self._homes = engine.homes if self._goes_on else {}
         self._started_at = time.perf_counter()
         self.seconds = 0.0
         self.left_over: EpisodesBySample = {}

@@ -9,13 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from mppo.agents.agent_processes import AgentProcesses, ProcessEnded
-from mppo.agents.conversation import (
-    Conversation,
-    Reply,
-    describe_failure,
-    is_async,
-    read_reply,
-)
+from mppo.agents.conversation import Conversation, Reply, describe_failure, is_async, read_reply
 from mppo.config.sections.agent import AgentConfig
 
 _RECENT = 256

@@ -21,7 +21,7 @@ class NoEngine:
     def submit(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
 
-    generate = turns = logprobs = submit
+    generate = turns = submit
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         """Take no weights: no rank iterates the stream."""

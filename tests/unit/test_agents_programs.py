@@ -75,7 +75,7 @@ def test_tokens_and_probabilities_are_those_of_the_engine(run):
     engine, episodes = run(TWO_TURNS)
     assert [each.result.reward for each in episodes] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {each.result.numbers["turns"] for each in episodes} == {2}
-    found = engine.logprobs([[*each.prompt.token_ids, *each.here.ids] for each in episodes])
+    found = engine._engine.logprobs([[*each.prompt.token_ids, *each.here.ids] for each in episodes])
     for each, logprobs in zip(episodes, found, strict=True):
         assert each.result.error is None
         assert [version for version, _ in each.parts] == [3, NO_WEIGHTS, 3]

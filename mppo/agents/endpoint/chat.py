@@ -129,11 +129,7 @@ def token_fields(answer: PolicyAnswer, choice: Choice) -> dict[str, Any]:
 
 def token_usage(answer: PolicyAnswer) -> dict[str, int]:
     before, after = len(answer.context), answer.generated
-    return {
-        "prompt_tokens": before,
-        "completion_tokens": after,
-        "total_tokens": before + after,
-    }
+    return {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
 
 
 def token_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:

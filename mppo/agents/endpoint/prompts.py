@@ -147,8 +147,6 @@ class PromptText:
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(
             self._tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=not special,
-                clean_up_tokenization_spaces=False,
+                list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
         )

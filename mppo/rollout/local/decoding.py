@@ -28,13 +28,8 @@ _COMPACT_BELOW = 0.85
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Generated rows.
-
-    Args:
-        logprobs: float32 ``[R, T]``.
-        length_R: int64 ``[R]``.
-        stopped_R: bool ``[R]``, the row ended with a stop token.
-    """
+    """Generated rows: int32 and float32 ``[R, T]``; ``stopped_R``: bool, the row ended with a stop
+    token."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -52,13 +47,8 @@ class DecodedRows:
 
 
 class _Rows:
-    """The rows that are still being generated, and the results of all rows.
-
-    Args:
-        key_R: int64 ``[R]``, key of each row's random stream.
-        position_R: int64 ``[R]``, position of the next token.
-        limit_R: int64 ``[R]``, most generated tokens of each row.
-    """
+    """The rows that are still being generated, and the results of all rows. ``position_R``: of the
+    next token; see ``decode``."""
 
     def __init__(self, key_R: Tensor, position_R: Tensor, limit_R: Tensor) -> None:
         rows, device, max_tokens = len(key_R), key_R.device, int(limit_R.max())

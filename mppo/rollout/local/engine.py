@@ -235,6 +235,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1; collective."""
         self._loaded_version()
         lengths = [len(s) for s in sequences]
         dealt = [
@@ -272,7 +273,6 @@ class LocalEngine:
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``; empty: no bytes are sent."""
         return {}
 
     def sleep(self) -> None:

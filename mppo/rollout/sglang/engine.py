@@ -265,6 +265,7 @@ class SGLangEngine:
         self._pending = None
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1; collective."""
         self._wait()
         self._restore()
         lengths = [len(s) for s in sequences]

@@ -16,11 +16,7 @@ from mppo.rollout.response_gather import complete_prompts, gather_episodes, left
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.requests import InFlightRequests, Requests, StragglerAbort
-from mppo.rollout.sglang.server_response import (
-    RoutingShape,
-    ServerResponse,
-    decode_routed_experts,
-)
+from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import deal_prompts
 
 _JOBS_PER_SERVER = 32
@@ -203,16 +199,10 @@ def _check_answers(
 
 
 def take_up(
-    resumed: Mapping[int, Episode],
-    usable: Sequence[int],
-    homes: Mapping[int, int],
-    world: int,
+    resumed: Mapping[int, Episode], usable: Sequence[int], homes: Mapping[int, int], world: int
 ) -> dict[int, Episode]:
-    """Responses of an earlier request that this one need not generate from the start; collective.
-
-    Finished ones stay at home; those to be continued move to the ranks that will continue them. All
-    are by index in the result; ``usable`` ones are taken.
-    """
+    """The ``usable`` responses of an earlier request, by index in the result; collective. Finished
+    ones stay at home; those to be continued move to the ranks that will continue them."""
     found = {key: resumed[key] for key in usable}
     begun = [key for key in usable if found[key].is_unfinished]
     wanted: list[list[int]] = [[] for _ in range(world)]

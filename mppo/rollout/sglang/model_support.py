@@ -23,13 +23,7 @@ from mppo.models.families.activations import ACTIVATIONS, activation_key
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
-from mppo.weights.shape import (
-    MLA_FAMILIES,
-    ModelShape,
-    family_like,
-    model_shape,
-    rope_parameters,
-)
+from mppo.weights.shape import MLA_FAMILIES, ModelShape, family_like, model_shape, rope_parameters
 
 _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 
