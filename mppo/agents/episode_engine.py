@@ -30,9 +30,8 @@ from mppo.batch.prompt import Prompt
 from mppo.config.sections.agent import AgentConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rewards.response import describe
-from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
-from mppo.rollout.response_gather import complete_prompts, gather_episodes
+from mppo.rollout.response_gather import AnsweredPrompts, complete_prompts, gather_episodes
 from mppo.rollout.turns import TurnEngine
 from mppo.safety.input_error import InputError
 from mppo.supervision import stop_request

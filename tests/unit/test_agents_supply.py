@@ -16,9 +16,9 @@ from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeUse
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
-from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalTurns
+from mppo.rollout.response_gather import AnsweredPrompts
 from mppo.rollout.turns import EngineLost
 
 WAITING = """

@@ -10,9 +10,13 @@ from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.batch.moves import bring_episodes
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import raise_on_any_rank
-from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import complete_prompts, gather_episodes, left_over
+from mppo.rollout.response_gather import (
+    AnsweredPrompts,
+    complete_prompts,
+    gather_episodes,
+    left_over,
+)
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.requests import InFlightRequests, Requests, StragglerAbort

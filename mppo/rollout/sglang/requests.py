@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
-from mppo.rollout.answered import AnsweredPrompts
+from mppo.rollout.response_gather import AnsweredPrompts
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
