@@ -175,7 +175,9 @@ class AgentProcesses:
                 failed = [each.exit_code or 0 for each in self._processes if not each.is_started]
                 if not failed:
                     return
-                if attempt == _ATTEMPTS - 1 or not all(map(_is_by_signal, failed)):
+                # a signal comes from outside, such as from the kernel for its memory
+                by_itself = any(0 <= code <= _OF_SIGNALS for code in failed)
+                if by_itself or attempt == _ATTEMPTS - 1:
                     why = f"exit code {failed[0]}; what it printed is above"
                     raise RuntimeError(f"a process of rollout.agent could not start: {why}")
 
@@ -212,11 +214,6 @@ class AgentProcesses:
         finally:
             os.close(writing)
         return AgentProcess(process, results)
-
-
-def _is_by_signal(exit_code: int) -> bool:
-    """Whether a process was killed from outside, such as by the kernel for its memory."""
-    return exit_code < 0 or exit_code > _OF_SIGNALS
 
 
 class HostedFunction:

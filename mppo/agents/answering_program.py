@@ -6,6 +6,8 @@ engine sampled them, and the environment's are appended: an episode has one sequ
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.endpoint.ask import Ask
 from mppo.agents.endpoint.refusal import Refusal
@@ -62,7 +64,8 @@ class AnsweringProgram:
             reply = await self._answers.answer(conversation)
             if isinstance(reply, str):
                 return failed(f"turn {turn}, {shorten(text)!r}: {reply}")
-            known = _joined(known, reply)
+            reward = known.reward if reply.reward is None else reply.reward
+            known = replace(reply, reward=reward, numbers={**known.numbers, **reply.numbers})
             if is_last or reply.environment is None:
                 break
             more = await prompts.environment(reply.environment, ids[-1])
@@ -80,10 +83,3 @@ class AnsweringProgram:
                 environment = [{"role": "user", "content": environment}]
             messages += environment
         return EpisodeResult(known.reward, known.numbers, messages=tuple(messages))
-
-
-def _joined(earlier: Reply, reply: Reply) -> Reply:
-    """A reply with the reward and the numbers that still hold from earlier ones."""
-    reward = earlier.reward if reply.reward is None else reply.reward
-    numbers = {**earlier.numbers, **reply.numbers}
-    return Reply(reply.environment, reward, numbers, reply.state)

@@ -135,10 +135,8 @@ def _is_message(value: Any) -> bool:
 
 
 def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
     found = number(value)
-    if found is None or not math.isfinite(found):
+    if value is not None and (found is None or not math.isfinite(found)):
         raise NoScore(f"has the reward {_shown(value)}, not a finite number")
     return found
 

@@ -14,7 +14,6 @@ from mppo.agents.endpoint.ask import (
     Body,
     Choice,
     HttpReply,
-    PolicyAnswer,
     named_events,
     stop_texts,
 )
@@ -105,7 +104,7 @@ async def answer_messages(session: Session, content: Mapping[str, Any]) -> HttpR
         "content": _blocks(choice),
         "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stop,
-        "usage": _usage(answer),
+        "usage": {"input_tokens": len(answer.context), "output_tokens": answer.generated},
     }
     if body.return_token_ids:
         found |= token_fields(answer, choice)
@@ -138,10 +137,6 @@ def _stop_reason(choice: Choice) -> str:
         return "stop_sequence"
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     return reasons[choice.finish_reason]
-
-
-def _usage(answer: PolicyAnswer) -> dict[str, int]:
-    return {"input_tokens": len(answer.context), "output_tokens": answer.generated}
 
 
 def _events(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

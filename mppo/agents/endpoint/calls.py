@@ -44,10 +44,6 @@ class Calls:
         self._calls: list[Call] = []
         self._is_closed = False
 
-    @property
-    def running(self) -> int:
-        return sum(not call.task.done() for call in self._calls)
-
     async def serve(
         self,
         digest: bytes,
@@ -92,7 +88,7 @@ class Calls:
     def _begin(self, digest: bytes, work: Callable[[], Coroutine[Any, Any, HttpReply]]) -> Call:
         if self._is_closed:
             raise ended()
-        running = self.running
+        running = sum(not call.task.done() for call in self._calls)
         if running >= self._most_running:
             why = f"the session has {running} requests at the same time: wait for an answer"
             raise Refusal(429, why)

@@ -205,7 +205,7 @@ class SGLangEngine:
         assert self._version is not None
         targets = {s: api for s, api in self.fleet.apis.items() if s in lacking}
         if self.slices is not None:
-            if self.slices.accepts(buckets):
+            if isinstance(buckets, WeightSource) and buckets.slices is not None:
                 return self._send_slices(self.slices, buckets, targets)
             self.slices.forget(targets)
         senders = targets
