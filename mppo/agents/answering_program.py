@@ -22,12 +22,8 @@ from mppo.rollout.turns import EngineLost
 
 
 class AnsweringProgram:
-    """A ``Program`` that asks for the turns itself, and the agent for the answers.
-
-    Args:
-        max_turns: most turns of the policy.
-        max_tokens: most tokens after a prompt, the environment's included.
-    """
+    """A ``Program`` that asks for the turns itself, and the agent for the answers; ``max_tokens``
+    after a prompt include the environment's."""
 
     def __init__(self, answers: TurnAnswers, max_turns: int, max_tokens: int) -> None:
         self._answers, self._max_turns, self._max_tokens = answers, max_turns, max_tokens

@@ -25,13 +25,8 @@ _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penal
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for turns of the policy.
-
-    Args:
-        prompt: a text or token ids to continue, without a chat template.
-        max_tokens: most tokens of a turn; None: the session's limit.
-        stop: texts that end a turn.
-    """
+    """A request for turns of the policy. ``prompt``: a text or token ids to continue without a chat
+    template; ``max_tokens``: of a turn, None: the session's limit; ``stop``: texts that end it."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -43,12 +38,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Choice:
-    """A turn of the policy as a client sees it.
-
-    Args:
-        finish_reason: "stop", "length" or "tool_calls".
-        stop: the text of ``Ask.stop`` that ended it.
-    """
+    """A turn of the policy as a client sees it; ``finish_reason``: "stop", "length" or
+    "tool_calls"; ``stop``: the text of ``Ask.stop`` that ended it."""
 
     message: Message
     finish_reason: str

@@ -53,14 +53,9 @@ class Calls:
     ) -> HttpReply:
         """The answer to a request, which ``work`` makes.
 
-        Args:
-            digest: of its route and body.
-            is_retry: the client says that it has sent the request before.
-            gone: returns when the client closes the connection.
-
-        Raises:
-            Refusal: of ``work``, too many calls, or the session has ended.
-            ClientGone: the client went away.
+        ``digest``: of route and body; ``is_retry``: the client says that it has sent it before;
+        ``gone``: returns when the client closes the connection. Refusal of ``work``, of too many
+        calls, or after the session's end; ClientGone.
         """
         call = self._known(digest, is_retry) or self._begin(digest, work)
         call.readers += 1

@@ -37,13 +37,9 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may use.
-
-    Args:
-        context_tokens: most tokens of a sequence, prompt and all turns together.
-        max_tokens: most tokens of a turn; None: as many as the context leaves.
-        retry_s: seconds that a request goes on, and its answer is kept, after its client has gone.
-    """
+    """What a session may use. ``context_tokens``: of a sequence, prompt and all turns together;
+    ``max_tokens``: of a turn, None: as many as the context leaves; ``retry_s``: seconds that a
+    request goes on, and its answer is kept, after its client has gone."""
 
     context_tokens: int = 32768
     max_tokens: int | None = None

@@ -43,13 +43,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 
 
 class SyncCheck:
-    """Compares log-probabilities of random tokens with those of an oracle, the local engine.
-
-    Args:
-        oracle: an engine that loads the same weight stream.
-        tolerance: largest allowed difference of a token's log-probability, in nats; None: 1e-4 in
-            float32, 0.3 in bfloat16.
-    """
+    """Compares log-probabilities of random tokens with those of an oracle, which loads the same
+    weight stream. ``tolerance``: largest allowed difference, nats; None: by dtype."""
 
     def __init__(
         self, oracle: LocalEngine, dtype: torch.dtype, tolerance: float | None, servers: int
@@ -78,10 +73,8 @@ class SyncCheck:
 
 
 class SGLangEngine:
-    """SGLang servers as a rollout engine.
-
-    The constructor is collective. It starts mppo's own servers on the memory that the trainer
-    leaves, and puts them to sleep.
+    """SGLang servers as a rollout engine. The constructor is collective: it starts mppo's own
+    servers on the memory that the trainer leaves, and puts them to sleep.
 
     Args:
         hf_folder: model folder (servers started by mppo read only its configuration).

@@ -54,7 +54,7 @@ class Fleet:
 
     Args:
         model_folder: the folder from which mppo's own servers read the model's configuration.
-        folder: for logs and option files, in the run folder.
+        folder: for logs, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
         give_back: returns this rank's unused memory to the device.
 
@@ -62,7 +62,6 @@ class Fleet:
         mine: the servers for which this rank is the head.
         lost: servers of this rank that failed, and why.
         processes: the servers that this rank starts.
-        tensor_parallel: ranks of each server.
     """
 
     def __init__(

@@ -264,16 +264,9 @@ class Requests:
         requests: InFlightRequests | None = None,
         may_interrupt: bool = True,
     ) -> dict[int, Any]:
-        """Results of all jobs, by index; lost servers are restarted. Collective.
-
-        Args:
-            requests: the jobs, if they are in flight already; None: they are started now.
-            may_interrupt: a stop request may interrupt the step here.
-
-        Raises:
-            RuntimeError: on every rank, if a request of some rank failed or no server was left.
-            StepInterrupted: on every rank.
-        """
+        """Results of all jobs, by index, which are in flight as ``requests`` or started now; lost
+        servers are restarted. Collective; RuntimeError on every rank if a request failed or no
+        server was left, StepInterrupted for a stop if it ``may_interrupt``."""
         results: dict[int, Any] = {}
         lost: dict[int, str] = {}
         left = len(jobs)

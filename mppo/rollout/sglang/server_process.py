@@ -51,13 +51,7 @@ def _mapped(pid: int) -> set[Path]:
 
 class ServerProcess:
     """One server under a guard, in its own process group; the guard kills the group when this
-    process ends for any reason.
-
-    Args:
-        command: returns the command line for a port.
-        environment: all environment variables of the server.
-        is_up: returns whether the server answers at a port.
-    """
+    process ends for any reason. ``command`` and ``is_up`` take the server's port."""
 
     def __init__(
         self,

@@ -50,13 +50,8 @@ def tensor_checksum(flat: Tensor) -> Checksum:
 def bucket_table(
     layout: BucketLayout, checksums: Sequence[Checksum] | None, report: Path, single_rank: bool
 ) -> Tensor:
-    """The table of a bucket, as JSON bytes: uint8 on the CPU.
-
-    Args:
-        checksums: one per tensor, in the layout's order; None: the server verifies nothing.
-        report: file for errors.
-        single_rank: the server has one rank, so its tensors are not sharded.
-    """
+    """The table of a bucket. ``checksums``: one per tensor, in the layout's order; None: the server
+    verifies nothing. ``single_rank``: the server has one rank, so its tensors are not sharded."""
     return json_table(report, single_rank=single_rank, layout=layout.to_json(), checksums=checksums)
 
 

@@ -60,7 +60,7 @@ class MessageRow:
 
 
 def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
-    """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU."""
+    """The table of a bucket for one rank, see ``json_table``."""
     rows = [
         (m.start, m.end, m.blocks, [list(vars(piece).values()) for piece in m.pieces])
         for m in messages

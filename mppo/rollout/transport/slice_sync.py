@@ -112,11 +112,7 @@ def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, in
 
 class SliceSync:
     """Updates servers that mppo started by slices, and records which version each server of this
-    rank holds.
-
-    Attributes:
-        request: the slices that the servers need; the role plans by it at the first update.
-    """
+    rank holds. ``request``: the slices that they need; the role plans by it at the first update."""
 
     def __init__(
         self,
