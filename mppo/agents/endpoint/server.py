@@ -15,8 +15,7 @@ from typing import Any
 from mppo.agents.endpoint.anthropic_messages import answer_messages, count_tokens
 from mppo.agents.endpoint.ask import HttpReply
 from mppo.agents.endpoint.calls import ClientGone
-from mppo.agents.endpoint.chat import answer_chat
-from mppo.agents.endpoint.completions import answer_completion
+from mppo.agents.endpoint.chat import answer_chat, answer_completion
 from mppo.agents.endpoint.messages import read_messages, read_tools
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal, invalid
 from mppo.agents.endpoint.responses import answer_response

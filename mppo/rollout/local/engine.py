@@ -52,9 +52,7 @@ class LocalGeneration:
 
     def collect(self) -> list[Episode]:
         needed = self.request.num_prompts_needed
-        if needed is None:
-            self.left_over = {}
-            return self.responses
+        needed = len(self.request.prompts) if needed is None else needed
         everything = dict(enumerate(self.responses))
         self.left_over = left_over(self.request, everything, taken=range(needed))
         return self.responses[: needed * self.request.sampling.n]
