@@ -42,7 +42,7 @@ class Calls:
     ) -> None:
         self._most_running, self._retry_s, self._forget = most_running, retry_s, forget
         self._calls: list[Call] = []
-        self._is_closed = False
+        self.is_closed = False
 
     async def serve(
         self,
@@ -81,7 +81,7 @@ class Calls:
         return next(iter(unread or (same[::-1] if is_retry else ())), None)
 
     def _begin(self, digest: bytes, work: Callable[[], Coroutine[Any, Any, HttpReply]]) -> Call:
-        if self._is_closed:
+        if self.is_closed:
             raise ended()
         running = sum(not call.task.done() for call in self._calls)
         if running >= self._most_running:
@@ -111,7 +111,7 @@ class Calls:
 
     async def close(self) -> None:
         """Cancel what runs, and forget what nobody has read."""
-        self._is_closed = True
+        self.is_closed = True
         running = [call.task for call in self._calls if not call.task.done()]
         for call in list(self._calls):
             call.readers = 0

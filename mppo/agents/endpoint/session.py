@@ -80,7 +80,6 @@ class Session:
 
     Attributes:
         reward, numbers: as the agent reports them.
-        ended: set when the agent says that the episode has ended.
         failure: why the engine did not answer the last request.
         is_used_up: whether a request was refused because it was one turn or some tokens too many.
         previous: messages by the id of an answer, for an API that names it.
@@ -93,7 +92,6 @@ class Session:
     tree: TokenTree = field(default_factory=TokenTree)
     reward: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str | None = None
     is_used_up: bool = False
     previous: dict[str, list[Message]] = field(default_factory=dict)
@@ -128,14 +126,13 @@ class Session:
 
     async def end(self) -> None:
         """Answer no more requests."""
-        self.ended.set()
         await self.calls.close()
 
     async def answer(self, ask: Ask) -> PolicyAnswer:
         """Turns of the policy; Refusal if the session has ended or used up its turns, or the
         request does not fit."""
         limits = self.policy.limits
-        if self.ended.is_set():
+        if self.calls.is_closed:
             raise ended()
         if self._turns + ask.n > limits.turns:
             self.is_used_up = True
