@@ -104,6 +104,22 @@ def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
     )
 
 
+def gather_logprobs(
+    mine: Tensor, orders: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> list[list[float]]:
+    """Log-probabilities of all sequences, which have one for every token but the first.
+
+    ``mine``: those that this rank computed, end to end; ``orders``: the sequences of each rank, in
+    order; ``lengths``: of all sequences. Collective.
+    """
+    found: list[list[float]] = [[] for _ in lengths]
+    for order, flat in zip(orders, all_gather_varlen(mine, len(orders)), strict=True):
+        values = iter(flat.tolist())
+        for index in order:
+            found[index] = list(islice(values, max(0, lengths[index] - 1)))
+    return found
+
+
 def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest) -> list[int]:
     """Prompts that may be in the result and whose samples are all finished, in order."""
     n = request.sampling.n

@@ -20,13 +20,13 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.bfloat16 import multiplies_bfloat16
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
-from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
+from mppo.parallel.collectives import wait_for_ranks
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.sampling import row_keys
-from mppo.rollout.response_gather import gather_episodes, left_over
+from mppo.rollout.response_gather import gather_episodes, gather_logprobs, left_over
 from mppo.rollout.turns import Turn, TurnRequest, deal_prompts
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
@@ -246,14 +246,7 @@ class LocalEngine:
             count = max(1, _LOGPROB_TOKENS // max(1, lengths[mine[-1]]))
             chunk, mine = mine[:count], mine[count:]
             parts += self._chunk_logprobs([sequences[i] for i in chunk])
-        result: list[list[float]] = [[] for _ in sequences]
-        gathered = all_gather_varlen(torch.cat(parts), self._world)
-        for order, flat in zip(dealt, gathered, strict=True):
-            values, at = flat.tolist(), 0
-            for index in order:
-                count = max(0, lengths[index] - 1)
-                result[index], at = values[at : at + count], at + count
-        return result
+        return gather_logprobs(torch.cat(parts), dealt, lengths)
 
     def _chunk_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probabilities of each sequence's tokens but the first, padded on the right."""

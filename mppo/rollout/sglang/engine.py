@@ -16,11 +16,12 @@ import torch
 from mppo.batch.episode import Episode
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
+from mppo.rollout.response_gather import gather_logprobs
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
@@ -312,15 +313,10 @@ class SGLangEngine:
             may_interrupt=False,  # called by the sync check, after the updates of the step
         )
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
-        flat = torch.tensor(values, dtype=torch.float32)
-        result: list[list[float]] = [[] for _ in sequences]
-        for rank, received in enumerate(all_gather_varlen(flat, self._world)):
-            servers = [s for s in range(self.fleet.count) if self.fleet.head_of(s) == rank]
-            numbers, at = received.tolist(), 0
-            for index in (i for server in servers for i in dealt[server]):
-                count = lengths[index] - 1
-                result[index], at = numbers[at : at + count], at + count
-        return result
+        orders: list[list[int]] = [[] for _ in range(self._world)]
+        for server, part in enumerate(dealt):
+            orders[self.fleet.head_of(server)] += part
+        return gather_logprobs(torch.tensor(values, dtype=torch.float32), orders, lengths)
 
     def turns(self) -> ServerTurns:
         self._wait()

@@ -58,8 +58,11 @@ class ServerResponse:
         tokens = EpisodeTokens(self.tokens, self.logprobs)
         return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
-    def fault(self, max_tokens: int, vocab_size: int) -> str | None:
-        """Why no engine that samples ``max_tokens`` from the model returns this; None: one may."""
+    def fault(self, max_tokens: int, vocab_size: int, version: int) -> str | None:
+        """Why no engine that samples ``max_tokens`` from the model with the weights of ``version``
+        returns this; None: one may."""
+        if self.weight_version != str(version):
+            return f"has weights of version {self.weight_version}, not {version}"
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"
         if len(self.tokens) and (largest := int(self.tokens.max())) >= vocab_size:

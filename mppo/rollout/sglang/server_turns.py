@@ -71,10 +71,7 @@ class ServerTurns:
         parameters = sampling_parameters(sampling, request.max_tokens, stops)
         routed = self._routing is not None
         (answer,) = api.generate([request.token_ids.tolist()], parameters, routed)
-        if answer.weight_version != str(self._version):
-            why = f"has weights of version {answer.weight_version}, not {self._version}"
-            raise ServerLost(api.url, why)
-        if fault := answer.fault(request.max_tokens, self._vocab_size):
+        if fault := answer.fault(request.max_tokens, self._vocab_size, self._version):
             raise ServerLost(api.url, fault)
         answer = answer.with_final_reason(stops)
         found = answer.tokens, answer.logprobs, answer.reason
