@@ -148,8 +148,8 @@ class AgentProcess:
 
 
 class AgentProcesses:
-    """The processes of one function, which ``form``, ``run`` or ``path`` of ``rollout.agent``,
-    names; each has at most ``memory_mb`` MiB of address space (None: no limit)."""
+    """The processes of one function. ``form``: the key of ``rollout.agent`` that names it, ``run``
+    or ``path``; ``memory_mb``: most address space of each, MiB; None: no limit."""
 
     def __init__(
         self,

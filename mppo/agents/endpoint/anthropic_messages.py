@@ -9,14 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from mppo.agents.conversation import Message
-from mppo.agents.endpoint.ask import (
-    Ask,
-    Body,
-    Choice,
-    HttpReply,
-    named_events,
-    stop_texts,
-)
+from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, named_events, stop_texts
 from mppo.agents.endpoint.chat import arguments_json, offered_tools, token_fields
 from mppo.agents.endpoint.messages import read_messages, sent_call, text_of
 from mppo.agents.endpoint.refusal import invalid

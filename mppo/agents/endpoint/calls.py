@@ -54,8 +54,8 @@ class Calls:
         """The answer to a request, which ``work`` makes.
 
         ``digest``: of route and body; ``is_retry``: the client says that it has sent it before;
-        ``gone``: returns when the client closes the connection. Refusal of ``work``, of too many
-        calls, or after the session's end; ClientGone.
+        ``gone``: returns when the client closes the connection, which raises ClientGone. Refusal
+        from ``work``, for too many calls, or after the session's end.
         """
         call = self._known(digest, is_retry) or self._begin(digest, work)
         call.readers += 1

@@ -1,5 +1,4 @@
-"""The tokens of what others than the policy say: a conversation's beginning, or what follows a
-turn."""
+"""Tokens that the policy did not write: a conversation's beginning, or what follows a turn."""
 
 from __future__ import annotations
 

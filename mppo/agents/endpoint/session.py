@@ -64,8 +64,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a turn belongs in the tree: all tokens before it, those after the parent, and the
-    messages that they are."""
+    """Where a turn belongs in the tree. ``context``: all tokens before it; ``given``: those after
+    the parent; ``asked``: their messages."""
 
     parent: TurnNode | None
     context: list[int]

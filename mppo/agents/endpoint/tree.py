@@ -44,9 +44,9 @@ class Leaf(ComparedByValue):
 
 @dataclass(frozen=True, eq=False)
 class SampledTurn:
-    """The tokens of a turn of the policy, at least one, as of ``Leaf``. Several requests to the
-    engine may have generated them. ``experts``: of all tokens before its last one; in a tree those
-    from the last token of the turn before."""
+    """A turn's tokens, at least one, in the form of ``Leaf``. Several requests to the engine may
+    have generated them. ``experts``: of all tokens before its last one; in a tree those from the
+    last token of the turn before."""
 
     ids: Tensor
     logprobs: Tensor
@@ -57,9 +57,8 @@ class SampledTurn:
 
 @dataclass(eq=False)
 class TurnNode:
-    """A turn of the policy, with what others wrote after the parent (int32 ``[G]``; without a
-    parent the whole context). ``children`` turns follow it; ``length`` tokens lie before its
-    end."""
+    """A turn of the policy. ``given``: what others wrote after the parent, int32 ``[G]``; without a
+    parent the whole context. ``children`` turns follow it; it ends after ``length`` tokens."""
 
     parent: TurnNode | None
     given: Tensor

@@ -264,9 +264,11 @@ class Requests:
         requests: InFlightRequests | None = None,
         may_interrupt: bool = True,
     ) -> dict[int, Any]:
-        """Results of all jobs, by index, which are in flight as ``requests`` or started now; lost
-        servers are restarted. Collective; RuntimeError on every rank if a request failed or no
-        server was left, StepInterrupted for a stop if it ``may_interrupt``."""
+        """Results of all jobs, by index; lost servers are restarted. Collective.
+
+        ``requests``: the jobs, if they are in flight already. RuntimeError on every rank if a
+        request failed or no server was left; StepInterrupted if a stop ``may_interrupt``.
+        """
         results: dict[int, Any] = {}
         lost: dict[int, str] = {}
         left = len(jobs)
