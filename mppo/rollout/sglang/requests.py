@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ class DispatchResult:
 
 
 def dispatch(
-    servers: Mapping[Hashable, Any],
+    servers: Mapping[Any, Any],
     jobs: Sequence[Any],
     call: Callable[[Any, Any], Any],
     max_in_flight: int,
@@ -64,7 +64,7 @@ def dispatch(
     lock = threading.Condition()
     running = 0
 
-    def work(name: Hashable, server: Any) -> None:
+    def work(name: Any, server: Any) -> None:
         nonlocal running
         while True:
             with lock:
