@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, cast
@@ -27,7 +27,7 @@ from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.server_options import HOST
-from mppo.rollout.transport.broadcast import DistributedTransport
+from mppo.rollout.transport.broadcast import DistributedTransport, KeepsFailure
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import LOADER
 from mppo.weights.bucket import WeightBucket
@@ -55,7 +55,7 @@ class WeightTransport(Protocol):
         ...
 
 
-class TensorTransport:
+class TensorTransport(KeepsFailure):
     """Shared memory on one machine: servers read the trainer's memory (CUDA IPC on a GPU).
 
     Args:
@@ -83,7 +83,6 @@ class TensorTransport:
         self._servers: Mapping[int, SGLangApi] = {}
         self._version = 0
         self._turn = 0
-        self._failure: Exception | None = None
         # one thread: a server loads one bucket at a time
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
@@ -91,14 +90,6 @@ class TensorTransport:
         self._servers, self._version, self._turn, self._failure = servers, version, 0, None
         self._in_flight = [[], []]
         self._try(lambda: [api.begin_update() for api in servers.values()])
-
-    def _try(self, step: Callable[[], object]) -> None:
-        """Run a step unless an earlier one failed; keep the failure for ``close``."""
-        if self._failure is None:
-            try:
-                step()
-            except Exception as error:
-                self._failure = error
 
     def send(self, bucket: WeightBucket) -> None:
         if not self._servers and self._group is None:
