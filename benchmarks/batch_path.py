@@ -71,7 +71,10 @@ def resident() -> int:
 
 def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any], list[Any]]]:
     """What parses an answer, and what makes episodes of all answers, in either version."""
-    from mppo.rollout.sglang import answers
+    try:
+        from mppo.rollout.sglang import answers  # of an earlier commit
+    except ImportError:
+        from mppo.rollout.sglang import generation as answers
 
     if hasattr(answers, "gather_answers"):
         from mppo.rollout.sglang.api import SGLangApi

@@ -89,7 +89,7 @@ def path(
     from mppo.parallel.layout import Layout
     from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.sglang.answers import add_answers
+    from mppo.rollout.sglang.generation import add_answers
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mppo.agents.conversation import Conversation, is_async, make_agent
+from mppo.agents.hermes import FROM_ROW
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
 from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.rewards.workers.named_code import import_callable
@@ -15,17 +16,12 @@ from mppo.rewards.workers.named_code import import_callable
 KEY, RUN_KEY = "rollout.agent.path", "rollout.agent.run"
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 """Types of JSON schema."""
-_FROM_ROW = ("ground_truth", "extra_info")
-"""Parameters that a tool gets from the data row."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def check_agent(config: AgentConfig) -> None:
-    """Import an agent and its tools once, in this process, and look at their parameters.
-
-    Raises:
-        ConfigError: the agent cannot be imported, or does not accept its arguments.
-    """
+    """Import an agent and its tools once, in this process, and look at their parameters;
+    ConfigError if the agent cannot be imported, or does not accept its arguments."""
     if config.run is not None:
         _check_program(config.run, config.arguments)
     elif config.path is not None:
@@ -39,7 +35,7 @@ def _check_program(name: str, arguments: Mapping[str, Any]) -> None:
     found = import_callable(RUN_KEY, name, "agent", "name a coroutine function of it")
     fix = "write async def run(client, task), and rollout.agent.arguments by name"
     if not inspect.iscoroutinefunction(found):
-        raise ConfigError([ConfigIssue(RUN_KEY, name, "it is no coroutine function", fix)])
+        raise ConfigError([ConfigIssue(RUN_KEY, name, "it is not a coroutine function", fix)])
     try:
         inspect.signature(found).bind(None, None, **arguments)
     except TypeError as error:
@@ -48,11 +44,8 @@ def _check_program(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def imported_waits(config: AgentConfig) -> bool:
-    """Import an answering agent and its tools once; whether it is a coroutine function.
-
-    Raises:
-        ConfigError: the agent cannot be imported, or does not accept its arguments.
-    """
+    """Import an answering agent and its tools once; whether it is a coroutine function. ConfigError
+    as of ``check_agent``."""
     tools = enumerate(config.tools)
     issues = [issue for number, tool in tools for issue in tool_issues(number, tool)]
     if issues:
@@ -62,11 +55,7 @@ def imported_waits(config: AgentConfig) -> bool:
 
 
 def made(config: AgentConfig, found: Any) -> Callable[[Conversation], Any]:
-    """``make_agent`` of a function or class.
-
-    Raises:
-        ConfigError: it does not accept its arguments.
-    """
+    """``make_agent`` of a function or class; ConfigError if it does not accept its arguments."""
     name = str(config.path)
     try:
         return make_agent(found, config.call_arguments)
@@ -77,18 +66,11 @@ def made(config: AgentConfig, found: Any) -> Callable[[Conversation], Any]:
 
 
 def tool_issues(number: int, tool: ToolConfig) -> Iterator[ConfigIssue]:
-    """What is wrong with a tool of the recipe.
-
-    Args:
-        number: its place in ``rollout.agent.tools``.
-        tool: the tool.
-    """
+    """What is wrong with a tool; ``number``: its place in ``rollout.agent.tools``."""
     key = f"rollout.agent.tools.{number}"
     yield from _type_issues(f"{key}.parameters", tool.parameters)
-    properties, required = (
-        tool.parameters.get("properties", {}),
-        tool.parameters.get("required", []),
-    )
+    properties = tool.parameters.get("properties", {})
+    required = tool.parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         why = "properties is not an object, or required not a list"
         yield ConfigIssue(f"{key}.parameters", tool.parameters, why, "write a JSON schema")
@@ -123,7 +105,7 @@ def _signature_issues(
             why = f"{path} has no such parameter: every call would fail"
             yield ConfigIssue(f"{key}.parameters.properties", name, why, fix)
     for name, each in named.items():
-        if each.default is each.empty and name not in properties and name not in _FROM_ROW:
+        if each.default is each.empty and name not in properties and name not in FROM_ROW:
             why = f"{path} needs {name}, which the schema does not have: every call would fail"
             fix = f"describe {name} in parameters.properties, or give it a default"
             yield ConfigIssue(f"{key}.parameters.properties", list(properties), why, fix)
@@ -137,9 +119,8 @@ def _type_issues(key: str, schema: Any) -> Iterator[ConfigIssue]:
     for name in given if isinstance(given, list) else [given]:
         if isinstance(name, str) and name not in _TYPES:
             guess = nearest(name, _TYPES)
-            fix = (
-                f"did you mean {guess!r}? " if guess else ""
-            ) + f"the types are {', '.join(_TYPES)}"
+            fix = f"did you mean {guess!r}? " if guess else ""
+            fix += f"the types are {', '.join(_TYPES)}"
             yield ConfigIssue(f"{key}.type", name, "JSON schema has no such type", fix)
     properties = schema.get("properties")
     for name, content in properties.items() if isinstance(properties, dict) else ():

@@ -38,11 +38,8 @@ class ProcessEnded(Exception):
 
 
 class AgentProcess:
-    """A process of ``mppo.agents.function_host``.
-
-    Args:
-        process: its orders are the standard input.
-        results: the pipe that it writes to.
+    """A process of ``mppo.agents.function_host``, which reads orders from its standard input and
+    writes to the pipe ``results``.
 
     Attributes:
         ready: set once the process takes calls, or has ended.
@@ -71,11 +68,8 @@ class AgentProcess:
         return self._process.returncode
 
     async def call(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to an order: ``result``, or ``error`` with a reason.
-
-        Raises:
-            ProcessEnded: the message names the exit code.
-        """
+        """The answer to an order: ``result``, or ``error`` with a reason. ProcessEnded if the
+        process ends before."""
         if self._watch.done():
             raise ProcessEnded(self._why())
         number, loop = next(self._numbers), asyncio.get_running_loop()
@@ -154,14 +148,8 @@ class AgentProcess:
 
 
 class AgentProcesses:
-    """The processes of one function.
-
-    Args:
-        form: ``run`` or ``path``, the key of ``rollout.agent`` that names it.
-        arguments: further ones of the function.
-        processes: number of processes.
-        memory_mb: most address space of each, MiB; None: no limit.
-    """
+    """The processes of one function. ``form``: the key of ``rollout.agent`` that names it, ``run``
+    or ``path``; ``memory_mb``: most address space of each, MiB; None: no limit."""
 
     def __init__(
         self,
@@ -179,18 +167,17 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the processes that do not run.
-
-        Raises:
-            RuntimeError: one ended at its start, by itself or several times by a signal.
-        """
+        """Start the processes that do not run; RuntimeError if one ended at its start, by itself or
+        several times by a signal."""
         async with self._starting:
             for attempt in range(_ATTEMPTS):
                 await self._start_missing()
                 failed = [each.exit_code or 0 for each in self._processes if not each.is_started]
                 if not failed:
                     return
-                if attempt == _ATTEMPTS - 1 or not all(map(_is_by_signal, failed)):
+                # a signal comes from outside, such as from the kernel for its memory
+                by_itself = any(0 <= code <= _OF_SIGNALS for code in failed)
+                if by_itself or attempt == _ATTEMPTS - 1:
                     why = f"exit code {failed[0]}; what it printed is above"
                     raise RuntimeError(f"a process of rollout.agent could not start: {why}")
 
@@ -229,23 +216,14 @@ class AgentProcesses:
         return AgentProcess(process, results)
 
 
-def _is_by_signal(exit_code: int) -> bool:
-    """Whether a process was killed from outside, such as by the kernel for its memory."""
-    return exit_code < 0 or exit_code > _OF_SIGNALS
-
-
 class HostedFunction:
     """A ``Program``: a coroutine function of a client and a task (``rollout.agent.run``)."""
 
     def __init__(self, processes: AgentProcesses) -> None:
         self._processes = processes
-
-    async def start(self) -> None:
-        """See ``Program.start``."""
-        await self._processes.start()
+        self.start, self.stop = processes.start, processes.stop
 
     async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
-        """See ``Program.run``."""
         where = {"base_url": session.base_url, "api_key": session.key}
         try:
             answer = await (await self._processes.free()).call({"task": task_of(prompt), **where})
@@ -253,7 +231,3 @@ class HostedFunction:
             return failed(str(why))
         error = answer.get("error")
         return failed(quoted(error)) if error else read_episode_result(answer.get("result"))
-
-    async def stop(self) -> None:
-        """See ``Program.stop``."""
-        await self._processes.stop()

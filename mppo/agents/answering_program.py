@@ -6,10 +6,9 @@ engine sampled them, and the environment's are appended: an episode has one sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
-from mppo.agents.conversation import Conversation, Message, Reply
+from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.endpoint.ask import Ask
 from mppo.agents.endpoint.refusal import Refusal
 from mppo.agents.endpoint.session import Session
@@ -23,26 +22,16 @@ from mppo.rollout.turns import EngineLost
 
 
 class AnsweringProgram:
-    """A ``Program`` that asks for the turns itself, and the agent for the answers.
-
-    Args:
-        max_turns: most turns of the policy.
-        max_tokens: most tokens after a prompt, the environment's included.
-    """
+    """A ``Program`` that asks for the turns itself, and the agent for the answers; ``max_tokens``
+    after a prompt include the environment's."""
 
     def __init__(self, answers: TurnAnswers, max_turns: int, max_tokens: int) -> None:
         self._answers, self._max_turns, self._max_tokens = answers, max_turns, max_tokens
-
-    async def start(self) -> None:
-        """See ``Program.start``."""
-        await self._answers.start()
+        self.start, self.stop = answers.start, answers.stop
 
     async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
-        """See ``Program.run``.
-
-        Raises:
-            InputError: the agent returned messages, and the tokenizer cannot render any.
-        """
+        """See ``Program.run``; InputError if the agent returned messages, and the tokenizer cannot
+        render any."""
         prompts, messages = session.policy.prompts, opening_of(prompt)
         ids: list[int] = prompt.token_ids.tolist()
         end, known = len(ids) + self._max_tokens, Reply()
@@ -57,11 +46,22 @@ class AnsweringProgram:
             text, is_cut = prompts.decode(said.ids.tolist()), said.finish_reason != "stop"
             messages.append({"role": "assistant", "content": text})
             is_last = is_cut or turn == self._max_turns
-            conversation = _conversation(prompt, messages, turn, is_last, is_cut, known.state)
+            conversation = Conversation(
+                text=text,
+                messages=tuple(messages),
+                turn=turn,
+                is_last=is_last,
+                is_cut=is_cut,
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=extra_info(prompt),
+                state=known.state,
+            )
             reply = await self._answers.answer(conversation)
             if isinstance(reply, str):
                 return failed(f"turn {turn}, {shorten(text)!r}: {reply}")
-            known = _joined(known, reply)
+            reward = known.reward if reply.reward is None else reply.reward
+            known = replace(reply, reward=reward, numbers={**known.numbers, **reply.numbers})
             if is_last or reply.environment is None:
                 break
             more = await prompts.environment(reply.environment, ids[-1])
@@ -74,39 +74,8 @@ class AnsweringProgram:
             if not more:
                 break
             ids += more
-            messages += as_messages(reply.environment)
+            environment = reply.environment
+            if isinstance(environment, str):
+                environment = [{"role": "user", "content": environment}]
+            messages += environment
         return EpisodeResult(known.reward, known.numbers, messages=tuple(messages))
-
-    async def stop(self) -> None:
-        """See ``Program.stop``."""
-        await self._answers.stop()
-
-
-def _conversation(
-    prompt: Prompt, messages: Sequence[Message], turn: int, is_last: bool, is_cut: bool, state: Any
-) -> Conversation:
-    return Conversation(
-        text=messages[-1]["content"],
-        messages=tuple(messages),
-        turn=turn,
-        is_last=is_last,
-        is_cut=is_cut,
-        data_source=prompt.data_source,
-        ground_truth=prompt.ground_truth,
-        extra_info=extra_info(prompt),
-        state=state,
-    )
-
-
-def _joined(earlier: Reply, reply: Reply) -> Reply:
-    """A reply with the reward and the numbers that still hold from earlier ones."""
-    reward = earlier.reward if reply.reward is None else reply.reward
-    numbers = {**earlier.numbers, **reply.numbers}
-    return Reply(reply.environment, reward, numbers, reply.state)
-
-
-def as_messages(environment: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An environment's turn as messages; a text is a user's."""
-    if isinstance(environment, str):
-        return [{"role": "user", "content": environment}]
-    return environment

@@ -21,12 +21,8 @@ from mppo.rollout.engine import RolloutEngine
 def build_agent(recipe: Recipe, given: Callable[..., Any] | None = None) -> Program | None:
     """What runs the episodes of ``rollout.agent``; None without one, and for ``trainer.replay``.
 
-    Args:
-        given: the agent that ``rollout.agent.path`` names, of the program that started the run;
-            None: it is imported.
-
-    Raises:
-        ConfigError: the agent cannot be imported, or does not accept its arguments.
+    ``given``: the agent that ``rollout.agent.path`` names, of the program that started the run;
+    None: it is imported. ConfigError as of ``check_agent``.
     """
     config = recipe.rollout.agent
     if config is None or recipe.trainer.replay is not None:
@@ -44,10 +40,7 @@ def build_agent(recipe: Recipe, given: Callable[..., Any] | None = None) -> Prog
 
 
 def with_agent(
-    engine: RolloutEngine,
-    agent: Program | None,
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine, agent: Program | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutEngine:
     """The engine whose responses are episodes of the agent; the same one without."""
     config = recipe.rollout.agent

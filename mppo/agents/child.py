@@ -20,14 +20,8 @@ _NOT_STARTED = 127
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or the parent has ended.
-
-    Args:
-        arguments: parent's process id, then the command.
-
-    Returns:
-        The command's exit code, as a shell gives it.
-    """
+    """Run the command until it ends or the parent (first argument: its process id) has ended;
+    return its exit code as a shell does."""
     parent, command = int(arguments[0]), arguments[1:]
     child: subprocess.Popen[bytes] | None = None
 

@@ -70,10 +70,7 @@ class Reply:
 
     def to_json(self) -> str:
         """The reply as JSON, without halves of surrogate pairs: a tool may return the policy's.
-
-        Raises:
-            NoScore: the state or a message is not JSON.
-        """
+        NoScore if the state or a message is not JSON."""
         values = [self.environment, self.reward, dict(self.numbers), self.state]
         try:
             return json_line(values)
@@ -88,10 +85,7 @@ class Reply:
 
 def read_reply(result: Any) -> Reply:
     """Read what an agent returned: None, a text, a list of messages, or a dict with ``KEYS``.
-
-    Raises:
-        NoScore: it returned something else; the message continues "its reply".
-    """
+    NoScore if it returned something else; the message continues "its reply"."""
     if result is None:
         return Reply()
     if isinstance(result, str | list | tuple):
@@ -121,11 +115,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _environment(value: Any) -> str | list[dict[str, Any]]:
-    """A text, or messages.
-
-    Raises:
-        NoScore: it is neither, or empty, or too long.
-    """
+    """A text, or messages; NoScore if it is neither, or empty, or too long."""
     said = value if isinstance(value, list | tuple) else [{"content": value}]
     texts = [each.get("content") for each in said if isinstance(each, Mapping)]
     if sum(len(text) for text in texts if isinstance(text, str)) > _LONGEST:
@@ -145,10 +135,8 @@ def _is_message(value: Any) -> bool:
 
 
 def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
     found = number(value)
-    if found is None or not math.isfinite(found):
+    if value is not None and (found is None or not math.isfinite(found)):
         raise NoScore(f"has the reward {_shown(value)}, not a finite number")
     return found
 
@@ -159,15 +147,8 @@ def _shown(value: Any) -> str:
 
 
 def make_agent(found: Any, arguments: Mapping[str, Any]) -> Callable[[Conversation], Any]:
-    """A callable of one conversation, which may return a coroutine.
-
-    Args:
-        found: the user's function or class.
-        arguments: of the class, or those of the function besides the conversation.
-
-    Raises:
-        TypeError: the arguments do not fit.
-    """
+    """A callable of one conversation, which may return a coroutine, from the user's function or
+    class; TypeError if the arguments do not fit."""
     if inspect.isclass(found):
         agent = cast("Callable[[Conversation], Any]", found(**arguments))
         inspect.signature(agent).bind(None)

@@ -23,21 +23,15 @@ from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
 from mppo.agents.event_loop import EventLoop
 from mppo.agents.program import Program, failed, opening_of
-from mppo.agents.running_episodes import (
-    EpisodeKey,
-    EpisodeStart,
-    RunningEpisodes,
-    use_metrics,
-)
+from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisodes, use_metrics
 from mppo.agents.turn_queue import Drawing, TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.agent import AgentConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rewards.response import describe
-from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
-from mppo.rollout.response_gather import complete_prompts, gather_episodes
+from mppo.rollout.response_gather import AnsweredPrompts, complete_prompts, gather_episodes
 from mppo.rollout.turns import TurnEngine
 from mppo.safety.input_error import InputError
 from mppo.supervision import stop_request
@@ -60,11 +54,14 @@ class EpisodeEngine(EngineAround):
     Args:
         engine: generates the turns of the policy.
         program: runs the episodes.
-        tokenizer: the policy's.
-        config: the recipe's section.
         tokens: most tokens of a sequence, everything before it included.
         goes_on: whether episodes that a batch does not take go on.
-        rank, world: this rank and the number of ranks.
+
+    Attributes:
+        run: runs a coroutine in the loop of the episodes, see ``EventLoop.run``.
+        version: of the weights.
+        kept, passing: episodes to train on, and others, as in validation.
+        homes: the rank of each episode that goes on, on every rank.
     """
 
     def __init__(
@@ -81,44 +78,35 @@ class EpisodeEngine(EngineAround):
     ) -> None:
         super().__init__(engine)
         self._program, self._config = program, config
-        self._goes_on, self.rank, self.world = goes_on, rank, world
-        self._queue = TurnQueue()
+        self.goes_on, self.rank, self.world = goes_on, rank, world
+        self.queue = TurnQueue()
         limits = Limits(context_tokens=tokens, turns=config.max_turns)
         parse = tool_parser(config.tool_format)
-        self._sessions = Sessions(tokenizer, self._queue, limits, parse_tools=parse)
+        self._sessions = Sessions(tokenizer, self.queue, limits, parse_tools=parse)
         self._endpoint: Endpoint | None = None
         if config.uses_endpoint:
             from mppo.agents.endpoint.server import Endpoint  # needs a web server
 
             self._endpoint = Endpoint(self._sessions)
         self._loop = EventLoop()
-        self._version, self._names = 0, 0
-        self._kept, self._passing = self._nothing_running(), self._nothing_running()
-        self._homes: dict[EpisodeKey, int] = {}
+        self.run, self.version = self._loop.run, 0
+        at_once = config.most_at_once
+        self.kept = RunningEpisodes(self._run_episode, at_once)
+        self.passing = RunningEpisodes(self._run_episode, at_once)
+        self.homes: dict[EpisodeKey, int] = {}
         self._metrics: dict[str, float] = {}
 
-    def _nothing_running(self) -> RunningEpisodes:
-        return RunningEpisodes(self._run, self._config.most_at_once)
-
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine.generate``; episodes that go on do so during it.
-
-        Raises:
-            RuntimeError: on every rank, if an episode could not be run in several attempts.
-            StepInterrupted: on every rank.
-        """
-        was_open = self._queue.is_open
-        found = EpisodeGeneration(self, request, self._passing, {}, is_training=False).collect()
+        """See ``RolloutEngine.generate``; episodes that go on do so during it. RuntimeError on
+        every rank if an episode could not be run in several attempts."""
+        was_open = self.queue.is_open
+        found = EpisodeGeneration(self, request, is_training=False).collect()
         if was_open:
             self.open()
         return found
 
     def submit(self, request: GenerationRequest) -> EpisodeGeneration:
-        """See ``RolloutEngine.submit``."""
-        if not self._goes_on:
-            self._homes = {}
-        goes_on, homes = self._goes_on, self._homes
-        return EpisodeGeneration(self, request, self._kept, homes, goes_on, is_training=True)
+        return EpisodeGeneration(self, request, is_training=True)
 
     def open(self) -> TurnEngine:
         """Answer the agents' requests from now on; collective."""
@@ -130,39 +118,20 @@ class EpisodeEngine(EngineAround):
         if self._endpoint is not None and not self._endpoint.url:
             await self._endpoint.start()
         await self._program.start()
-        if self._queue.is_lost:  # an agent may notice only later that its request failed
-            for running in (self._kept, self._passing):
+        if self.queue.is_lost:  # an agent may notice only later that its request failed
+            for running in (self.kept, self.passing):
                 await running.end_unfinished()
-        self._queue.open(turns)
+        self.queue.open(turns)
 
     def pause(self) -> None:
         """Let the agents' requests wait; returns once no rank generates. Collective."""
         if self._loop.is_running:
-            self.run(self._queue.pause())
+            self.run(self.queue.pause())
         wait_for_ranks(self.world)  # a batch of turns may take longer than any time limit
 
-    def run(self, work: Coroutine[None, None, None], may_interrupt: bool = False) -> None:
-        """Run a coroutine in the loop of the episodes; see ``EventLoop.run``."""
-        self._loop.run(work, may_interrupt=may_interrupt)
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self._version
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether no server is left on this rank."""
-        return self._queue.is_lost
-
-    def new_name(self) -> str:
-        """A name not returned before, the same on every rank if all ranks call it."""
-        self._names += 1
-        return f"episodes/{self._names}"
-
-    async def _run(self, start: EpisodeStart) -> Episode | None:
+    async def _run_episode(self, start: EpisodeStart) -> Episode | None:
         """Run an episode to its end; None if a lost server has spoiled it."""
-        prompt, sessions, queue = start.prompt, self._sessions, self._queue
+        prompt, sessions, queue = start.prompt, self._sessions, self.queue
         ids, sampling = prompt.token_ids.tolist(), start.drawing.sampling
         session = sessions.open(opening_of(prompt), token_ids=ids, sampling=sampling)
         queue.name(session.id, prompt.uid, start.sample, start.drawing)
@@ -179,7 +148,7 @@ class EpisodeEngine(EngineAround):
 
     async def _within_limit(self, work: Coroutine[None, None, EpisodeResult]) -> EpisodeResult:
         """The result of an episode, which may take ``max_seconds`` while its turns are answered."""
-        limit_s, queue = self._config.max_seconds, self._queue
+        limit_s, queue = self._config.max_seconds, self.queue
         task, until_s = asyncio.ensure_future(work), queue.open_seconds + limit_s
         try:
             while not task.done():
@@ -193,13 +162,12 @@ class EpisodeEngine(EngineAround):
             await asyncio.gather(task, return_exceptions=True)
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``."""
         self.pause()
         super().update_weights(buckets, version)
-        self._version = version
+        self.version = version
 
     def add_up(self, episodes: Sequence[Episode]) -> None:
-        """Take the metrics of a batch from this rank's episodes of it; collective."""
+        """Take a batch's metrics from this rank's episodes in it; collective."""
         uses = [each.result.use for each in episodes if each.result and each.result.use]
         everyone = all_gather_objects(uses, self.world)
         self._metrics = use_metrics([use for part in everyone for use in part])
@@ -209,12 +177,10 @@ class EpisodeEngine(EngineAround):
         return super().sync_metrics() | self._metrics
 
     def sleep(self) -> None:
-        """See ``RolloutEngine.sleep``."""
         self.pause()
         super().sleep()
 
     def stop(self) -> None:
-        """Stop the engine, and every process of the agent."""
         try:
             if self._loop.is_running:
                 self.run(self._stop())
@@ -224,8 +190,8 @@ class EpisodeEngine(EngineAround):
 
     async def _stop(self) -> None:
         with suppress(asyncio.TimeoutError):  # a server that hangs holds up no end
-            await asyncio.wait_for(self._queue.pause(), _ABORT_S)
-        for running in (self._kept, self._passing):
+            await asyncio.wait_for(self.queue.pause(), _ABORT_S)
+        for running in (self.kept, self.passing):
             await running.run_only({})
         await self._program.stop()
         await (self._sessions.end_all() if self._endpoint is None else self._endpoint.stop())
@@ -236,28 +202,15 @@ class EpisodeGeneration:
 
     Episodes that a checkpoint would have to keep run in processes of others: it keeps none, and a
     resumed run starts them again.
-
-    Args:
-        engine: runs them.
-        request: the episodes.
-        running: those that run already, and will.
-        homes: the rank of each, on every rank.
-        goes_on: whether those that the result does not hold go on.
-        is_training: whether they are trained on.
     """
 
     def __init__(
-        self,
-        engine: EpisodeEngine,
-        request: GenerationRequest,
-        running: RunningEpisodes,
-        homes: dict[EpisodeKey, int],
-        goes_on: bool = False,
-        *,
-        is_training: bool,
+        self, engine: EpisodeEngine, request: GenerationRequest, *, is_training: bool
     ) -> None:
-        self._engine, self._request, self._running = engine, request, running
-        self._homes, self._goes_on, self._is_training = homes, goes_on, is_training
+        self._engine, self._request, self._is_training = engine, request, is_training
+        self._running = engine.kept if is_training else engine.passing
+        self._goes_on = engine.goes_on and is_training
+        self._homes = engine.homes if self._goes_on else {}
         self._started_at = time.perf_counter()
         self.seconds = 0.0
         self.left_over: EpisodesBySample = {}
@@ -267,7 +220,7 @@ class EpisodeGeneration:
         """Start the episodes that do not run; collective."""
         request, engine, homes = self._request, self._engine, self._homes
         n, turns = request.sampling.n, engine.open()
-        self._answered = AnsweredPrompts(request, engine.new_name())
+        self._answered = AnsweredPrompts(request)
         new = [prompt for prompt in request.prompts if (prompt.uid, 0) not in homes]
         dealt = turns.homes(new, n)
         for place, rank in dealt.items():
@@ -298,12 +251,10 @@ class EpisodeGeneration:
             self._request.on_response([self._places[key]], [episode])
 
     def wait(self) -> None:
-        """See ``rollout.engine.Generation.wait``."""
         self._engine.pause()
         self.seconds = time.perf_counter() - self._started_at
 
     def collect(self) -> list[Episode]:
-        """See ``rollout.engine.Generation.collect``."""
         engine, request, running = self._engine, self._request, self._running
         for _ in range(_ATTEMPTS):
             error = None
@@ -318,7 +269,7 @@ class EpisodeGeneration:
             stop_request.sync()
             raise_on_any_rank(error, engine.world)
             self._answered.close()
-            lacking = engine.is_lost or running.lacks(self._places)
+            lacking = engine.queue.is_lost or running.lacks(self._places)
             if not any(all_gather_objects(lacking, engine.world)):
                 break
             self._begin()  # lost servers start again, and the episodes that they have spoiled
@@ -339,17 +290,14 @@ class EpisodeGeneration:
         return [everything[place] for place in places]
 
     async def _until_enough(self) -> None:
-        """Wait until the result is there, or a server is lost.
-
-        Raises:
-            Exception: an error of mppo or the engine, not of an agent.
-        """
+        """Wait until the result is there, or a server is lost; raise an error of mppo or the
+        engine."""
         running, needed = self._running, self._request.num_prompts_needed
-        while not (running.have_ended(self._places) and needed is None):
+        while needed is not None or not running.done.keys() >= self._places.keys():
             if running.failure is not None:
                 self._answered.give_up()
                 raise running.failure
-            if self._engine.is_lost or running.lacks(self._places):
+            if self._engine.queue.is_lost or running.lacks(self._places):
                 self._answered.give_up()
                 return
             if self._answered.are_enough:
@@ -361,7 +309,7 @@ def _episode(prompt: Prompt, record: EpisodeRecord, result: EpisodeResult) -> Ep
     """An episode of one sequence for each leaf of its session's tree."""
     error, reward = record.error, result.reward if result.reward is not None else record.reward
     if record.is_used_up and error is not None:
-        # a limit reached is no failure: it ends an episode as the longest length ends a response
+        # a limit ends an episode without failure, as the longest length ends a response
         error, reward = None, 0.0 if reward is None else reward
     if not record.leaves and error is None:
         error = f"the agent of {describe(prompt)}: it asked the policy nothing"

@@ -28,15 +28,8 @@ class EventLoop:
         return self._loop is not None
 
     def run(self, work: Coroutine[Any, Any, _T], *, may_interrupt: bool = False) -> _T:
-        """Run a coroutine to its end.
-
-        Args:
-            work: the coroutine.
-            may_interrupt: a stop of the run cancels it.
-
-        Raises:
-            StepInterrupted: a stop of the run is due.
-        """
+        """Run a coroutine to its end; with ``may_interrupt`` a stop of the run that is due cancels
+        it, and raises StepInterrupted."""
         future = asyncio.run_coroutine_threadsafe(work, self._started())
         try:
             while not wait([future], timeout=_POLL_S).done:

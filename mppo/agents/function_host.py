@@ -122,13 +122,8 @@ def _serve_path(name: str, arguments: Mapping[str, Any], orders: BinaryIO, resul
 
 
 def main(form: str, name: str, arguments: str, memory_mb: str) -> None:
-    """Import the function and serve it.
-
-    Args:
-        form: ``run`` or ``path``.
-        arguments: further ones of the function, as JSON.
-        memory_mb: most address space, MiB; empty: no limit.
-    """
+    """Import the function and serve it; ``arguments`` are JSON, ``memory_mb`` (MiB of address
+    space) is empty without a limit."""
     orders, results = os.fdopen(os.dup(0), "rb"), os.dup(1)
     with open(os.devnull, "rb") as nothing:  # a program that it starts would read the orders
         os.dup2(nothing.fileno(), 0)

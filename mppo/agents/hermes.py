@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mppo.agents.conversation import Conversation
 from mppo.rewards.workers.user_function import import_function
 
 BEGIN, _END = "<tool_call>", "</tool_call>"
-_FROM_ROW = ("ground_truth", "extra_info")
+FROM_ROW = ("ground_truth", "extra_info")
 """Parameters that a tool gets from the data row."""
 
 
@@ -33,16 +33,16 @@ class HermesAgent:
         tools: ``rollout.agent.tools``: ``path``, ``name`` and ``parameters`` of each.
         max_calls: most calls of a turn that are run.
         max_characters: a longer result is cut.
-
-    Raises:
-        TypeError: a tool is not a function.
     """
 
     def __init__(
         self, tools: Sequence[Mapping[str, Any]], max_calls: int = 4, max_characters: int = 1024
     ) -> None:
         self._tools = {tool["name"]: tool for tool in tools}
-        self._functions = {tool["name"]: _function(tool["path"]) for tool in tools}
+        self._functions = {tool["name"]: import_function(tool["path"]) for tool in tools}
+        for tool in tools:
+            if not callable(self._functions[tool["name"]]):
+                raise TypeError(f"rollout.agent.tools: {tool['path']} is not a function")
         self._max_calls, self._max_characters = max_calls, max_characters
 
     def __call__(self, conversation: Conversation) -> list[dict[str, str]] | None:
@@ -57,17 +57,13 @@ class HermesAgent:
             name, arguments = self._read(call)
             function = self._functions[name]
             takes = inspect.signature(function).parameters
-            row = {key: getattr(conversation, key) for key in _FROM_ROW if key in takes}
+            row = {key: getattr(conversation, key) for key in FROM_ROW if key in takes}
             return str(function(**arguments, **row))[: self._max_characters]
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"[: self._max_characters]
 
     def _read(self, call: str) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of a call.
-
-        Raises:
-            ValueError: they are not valid.
-        """
+        """Name and arguments of a call; ValueError if they are not valid."""
         content = json.loads(call)
         if not isinstance(content, dict) or not isinstance(content.get("arguments", {}), dict):
             raise ValueError('write {"name": NAME, "arguments": {...}}')
@@ -92,10 +88,3 @@ def call_texts(text: str) -> list[str]:
     """
     found = (part.partition(BEGIN) for part in text.split(_END)[:-1])
     return [call for _, begin, call in found if begin]
-
-
-def _function(path: str) -> Callable[..., Any]:
-    function = import_function(path)
-    if not callable(function):
-        raise TypeError(f"rollout.agent.tools: {path} is not a function")
-    return function

@@ -19,11 +19,6 @@ def hint(
 ) -> dict[str, Any]:
     """Compare the last number of a turn with the ground truth.
 
-    Args:
-        conversation: the conversation.
-        too_low, too_high, unclear: what the agent says.
-        discount: factor of the reward for every turn after the first.
-
     Returns:
         The end with the reward ``discount ** (turn - 1)`` after the right number; otherwise a
         user's message, and the reward 0 should the conversation end here.

@@ -34,7 +34,6 @@ class Program(Protocol):
 
     async def start(self) -> None:
         """Start what all episodes share; what has ended is started again."""
-        ...
 
     async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
         """Run an episode, whose turns the session answers. If the call is cancelled, its
@@ -43,7 +42,6 @@ class Program(Protocol):
 
     async def stop(self) -> None:
         """End every process."""
-        ...
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
@@ -92,10 +90,9 @@ def child_command(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mppo.agents.child", str(os.getpid()), *command]
 
 
-def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def child_environment(**more: str) -> dict[str, str]:
     """The environment of an agent's process."""
-    kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
-    return {**kept, **(more or {})}
+    return {name: value for name, value in os.environ.items() if name not in _HIDDEN} | more
 
 
 def end(process: asyncio.subprocess.Process) -> None:
@@ -105,29 +102,27 @@ def end(process: asyncio.subprocess.Process) -> None:
         os.kill(process.pid, signal.SIGTERM)
 
 
-class CommandProgram:
+class CommandProgram(Program):
     """A command, started once for each episode (``rollout.agent.command``).
 
     It finds the policy by ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
     ``ANTHROPIC_API_KEY``, and gets its task as one line of JSON on its standard input. The last
     line of its standard output may be its result: a number, or ``{"reward": 1.0, "numbers": {}}``.
-
-    Args:
-        command: split as a shell splits words.
     """
 
     def __init__(self, command: str) -> None:
         self._command = shlex.split(command)
 
-    async def start(self) -> None:
-        """Do nothing: each episode starts its process."""
-
     async def run(self, session: Session, prompt: Prompt) -> EpisodeResult:
-        """See ``Program.run``."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *child_command(self._command),
-            env=child_environment(_access(session)),
+            env=child_environment(
+                OPENAI_BASE_URL=session.base_url,
+                OPENAI_API_KEY=session.key,
+                ANTHROPIC_BASE_URL=session.anthropic_url,
+                ANTHROPIC_API_KEY=session.key,
+            ),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
@@ -149,19 +144,6 @@ class CommandProgram:
             why = f": {quoted(lines[-1][:_SHOWN])}" if lines[-1] else ""
             return failed(f"its command ended with exit code {code}{why}")
         return read_episode_result(_result_line(said))
-
-    async def stop(self) -> None:
-        """Do nothing: each process ends with its episode."""
-
-
-def _access(session: Session) -> dict[str, str]:
-    """The environment of a program that uses clients of OpenAI or Anthropic."""
-    return {
-        "OPENAI_BASE_URL": session.base_url,
-        "OPENAI_API_KEY": session.key,
-        "ANTHROPIC_BASE_URL": session.anthropic_url,
-        "ANTHROPIC_API_KEY": session.key,
-    }
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

@@ -16,14 +16,7 @@ EpisodeKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What an episode starts from.
-
-    Args:
-        prompt: the prompt.
-        sample: number of the sample.
-        drawing: how its turns are drawn.
-        version: of the weights at its start.
-    """
+    """What an episode starts from; ``version``: of the weights at its start."""
 
     prompt: Prompt
     sample: int
@@ -44,11 +37,7 @@ class RunningEpisodes:
         failure: the first exception of mppo or the engine; an agent's own is in its episode.
     """
 
-    def __init__(
-        self,
-        run: Callable[[EpisodeStart], Awaitable[Episode | None]],
-        most: int,
-    ) -> None:
+    def __init__(self, run: Callable[[EpisodeStart], Awaitable[Episode | None]], most: int) -> None:
         self._run, self._free = run, asyncio.Semaphore(most)
         self._tasks: dict[EpisodeKey, asyncio.Task[None]] = {}
         self._versions: dict[EpisodeKey, int] = {}
@@ -57,22 +46,14 @@ class RunningEpisodes:
         self.failure: Exception | None = None
 
     def lacks(self, keys: Collection[EpisodeKey]) -> bool:
-        """Whether one of some episodes neither runs nor has ended."""
+        """Whether an episode neither runs nor has ended."""
         return any(key not in self._tasks and key not in self.done for key in keys)
-
-    def have_ended(self, keys: Collection[EpisodeKey]) -> bool:
-        """Whether all of some episodes have ended."""
-        return all(key in self.done for key in keys)
 
     async def run_only(
         self, wanted: Mapping[EpisodeKey, EpisodeStart], oldest_version: int = 0
     ) -> None:
-        """Let some episodes run or stay, start those that are new, and end all others.
-
-        Args:
-            wanted: these episodes.
-            oldest_version: those that began with older weights start again.
-        """
+        """Let the wanted episodes run or stay, start those that are new, and end all others; those
+        that began with weights older than ``oldest_version`` start again."""
         old = {key for key, version in self._versions.items() if version < oldest_version}
         await self.end([key for key in self._versions if key in old or key not in wanted])
         for key, start in wanted.items():
@@ -81,7 +62,6 @@ class RunningEpisodes:
                 self._tasks[key] = asyncio.create_task(self._one(key, start))
 
     async def end(self, keys: Collection[EpisodeKey]) -> None:
-        """End some episodes, and forget them."""
         tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
         for task in tasks:
             task.cancel()

@@ -21,11 +21,8 @@ _LONGEST = 200
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression of numbers, ``+ - * / // %`` and brackets.
-
-    Raises:
-        ValueError: the expression holds something else, or is too long.
-    """
+    """Evaluate an expression of numbers, ``+ - * / // %`` and brackets; ValueError if it holds
+    something else, or is too long."""
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression has at most {_LONGEST} characters")
     return f"{_value(ast.parse(expression.strip(), mode='eval').body):.12g}"

@@ -9,13 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from mppo.agents.agent_processes import AgentProcesses, ProcessEnded
-from mppo.agents.conversation import (
-    Conversation,
-    Reply,
-    describe_failure,
-    is_async,
-    read_reply,
-)
+from mppo.agents.conversation import Conversation, Reply, describe_failure, is_async, read_reply
 from mppo.config.sections.agent import AgentConfig
 
 _RECENT = 256
@@ -27,7 +21,6 @@ class TurnAnswers(Protocol):
 
     async def start(self) -> None:
         """Start what all calls share; what has ended is started again."""
-        ...
 
     async def answer(self, conversation: Conversation) -> Reply | str:
         """The agent's reply, or why there is none."""
@@ -35,7 +28,6 @@ class TurnAnswers(Protocol):
 
     async def stop(self) -> None:
         """End every process."""
-        ...
 
 
 class HostedAnswers:
@@ -54,13 +46,9 @@ class HostedAnswers:
         self._free = asyncio.Semaphore(config.most_at_once if waits else config.processes)
         self._alone = asyncio.Lock()
         self._late: deque[bool] = deque(maxlen=_RECENT)
-
-    async def start(self) -> None:
-        """See ``TurnAnswers.start``."""
-        await self._processes.start()
+        self.start, self.stop = self._processes.start, self._processes.stop
 
     async def answer(self, conversation: Conversation) -> Reply | str:
-        """See ``TurnAnswers.answer``."""
         try:
             async with self._free:
                 return await self._answer(conversation)
@@ -96,20 +84,13 @@ class HostedAnswers:
         except (ValueError, RecursionError) as error:
             return f"its reply cannot be read: {error}"
 
-    async def stop(self) -> None:
-        """See ``TurnAnswers.stop``."""
-        await self._processes.stop()
 
-
-class GivenAnswers:
+class GivenAnswers(TurnAnswers):
     """``TurnAnswers`` of an agent of the program that started the run, in this process."""
 
     def __init__(self, agent: Callable[[Conversation], Any], timeout_s: float) -> None:
         self._agent, self._timeout_s = agent, timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent")
-
-    async def start(self) -> None:
-        """Do nothing: there is no process."""
 
     async def answer(self, conversation: Conversation) -> Reply | str:
         """See ``TurnAnswers.answer``; only a coroutine function has a time limit."""
@@ -136,9 +117,6 @@ class GivenAnswers:
             return Reply.from_json(read_reply(self._agent(conversation)).to_json())
         except BaseException as error:  # as above
             return describe_failure(error)
-
-    async def stop(self) -> None:
-        """Do nothing: there is no process."""
 
 
 def _late(timeout_s: float) -> str:

@@ -26,12 +26,7 @@ _TURNS = 1 << 20
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the turns of an episode are drawn.
-
-    Args:
-        sampling: of all its turns.
-        seed: of the local engine's random streams.
-    """
+    """How an episode's turns are drawn; ``seed``: of the local engine's random streams."""
 
     sampling: SamplingConfig
     seed: int
@@ -78,7 +73,6 @@ class TurnQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether it generates."""
         return self._engine is not None
 
     @property
@@ -105,7 +99,6 @@ class TurnQueue:
             await asyncio.sleep(_ABORT_S)
 
     def name(self, session: str, uid: int, sample: int, drawing: Drawing) -> None:
-        """Say which episode a session is."""
         self._sessions[session] = _Session(uid, sample, drawing, self.open_seconds)
 
     def forget(self, session: str) -> EpisodeUse:
@@ -115,7 +108,6 @@ class TurnQueue:
         return found.use
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
-        """See ``Generator``."""
         asks = self._sessions[session]
         ids = torch.tensor(token_ids, dtype=torch.int32)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()

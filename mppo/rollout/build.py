@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -11,7 +12,28 @@ from mppo.config.schema import Recipe
 from mppo.models.configuration import DTYPES
 from mppo.parallel import device
 from mppo.rollout.engine import RolloutEngine, sampling_seed
-from mppo.rollout.no_engine import NoEngine
+from mppo.weights.bucket import WeightBucket
+
+
+class NoEngine:
+    """Stands for an engine where responses come from a dump (``trainer.replay``)."""
+
+    def submit(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError("a replay (trainer.replay) has no engine to generate with")
+
+    generate = turns = submit
+
+    def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
+        """Take no weights: no rank iterates the stream."""
+
+    def sync_metrics(self) -> dict[str, float]:
+        return {}
+
+    def sleep(self) -> None:
+        """Nothing to release."""
+
+    def stop(self) -> None:
+        """Nothing to stop."""
 
 
 def build_engine(
@@ -26,8 +48,8 @@ def build_engine(
     rank, world = dist.get_rank(), dist.get_world_size()
     if rollout.name == "sglang":
         from mppo.rollout.sglang.engine import SGLangEngine
-        from mppo.rollout.sglang.routed_experts import routing_shape
         from mppo.rollout.sglang.server_options import check_installed
+        from mppo.rollout.sglang.server_response import routing_shape
 
         if not rollout.urls:
             check_installed(on_cpu=not device.is_cuda())

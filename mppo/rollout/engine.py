@@ -62,11 +62,8 @@ class GenerationRequest:
         return self.prompts[index], sample
 
     def resumed(self) -> dict[int, Episode]:
-        """The resumable responses by their index in the result, at their homes.
-
-        A resumed run may have other prompts or a shorter limit: entries that no longer match are
-        ignored.
-        """
+        """The resumable responses by their index in the result, at their homes. A resumed run may
+        have other prompts or a shorter limit: entries that no longer match are ignored."""
         found: dict[int, Episode] = {}
         for place in range(len(self.prompts) * self.sampling.n):
             prompt, sample = self.sample_at(place)
@@ -86,9 +83,7 @@ def sampling_seed(seed: int, step: int) -> int:
 
 
 class WeightSource:
-    """A weight stream that can be repeated, unlike a generator.
-
-    An engine iterates it again for a server that was restarted.
+    """A weight stream that can be repeated for a server that was restarted, unlike a generator.
 
     Args:
         make: starts a new stream of the current weights; collective.
@@ -122,10 +117,8 @@ class Generation(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when no request is in flight, so that weights may be updated. Collective.
-
-        If a stop of the run was requested, the requests are aborted; nothing is raised.
-        """
+        """Return when no request is in flight, so that weights may be updated. Collective. If a
+        stop of the run was requested, the requests are aborted; nothing is raised."""
         ...
 
     def collect(self) -> list[Episode]:
@@ -141,11 +134,8 @@ class RolloutEngine(Protocol):
     """
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Start generation.
-
-        Any later call, ``update_weights`` in particular, first waits for this one, so no response
-        mixes two weight versions without recording it.
-        """
+        """Start generation. Any later call, ``update_weights`` in particular, first waits for this
+        one, so no response mixes two weight versions without recording it."""
         ...
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
@@ -158,16 +148,8 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """Load new weights. Every rank drains ``buckets`` (producing them is collective).
-
-        After ``sleep``, this makes the engine usable again. An engine can repeat a ``WeightSource``
-        if a server loses its weights.
-        """
-        ...
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of every token but the first, by the engine's weights at temperature 1;
-        the sync check compares engine and actor by these."""
+        """Load new weights, also after ``sleep``. Every rank drains ``buckets`` (producing them is
+        collective); an engine can repeat a ``WeightSource`` if a server loses its weights."""
         ...
 
     def sync_metrics(self) -> dict[str, float]:
@@ -194,9 +176,6 @@ class EngineAround:
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
         self._engine.update_weights(buckets, version)
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._engine.logprobs(sequences)
 
     def sync_metrics(self) -> dict[str, float]:
         return self._engine.sync_metrics()

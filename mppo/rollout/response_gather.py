@@ -1,15 +1,22 @@
-"""What all ranks know of the responses that each received, as one exchange of flat tensors."""
+"""What all ranks know of the responses that each received: all but their tokens, in one exchange of
+flat tensors, and before that how many prompts have all their samples, without a collective call.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.batch.prompt import Prompt
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.rollout.engine import GenerationRequest
@@ -17,14 +24,14 @@ from mppo.safety.input_error import InputError
 
 _REASONS = ("stop", "length", "abort")
 _NO_EXPERTS = (-1, -1, -1)
+_NUMBERS = count(1)
+"""Each count has a key of its own in the store, the same on every rank."""
 _OF_REQUEST = -1
 """Stands for the number of a prompt's tokens where they are those of the request's prompt."""
 
 
 def gather_episodes(
-    mine: Mapping[int, Episode],
-    request: GenerationRequest,
-    world: int,
+    mine: Mapping[int, Episode], request: GenerationRequest, world: int
 ) -> dict[int, Episode]:
     """The episodes that all ranks received, by index in the result of the request: this rank's with
     tokens, those of others without. Collective; InputError on every rank if a log-probability is
@@ -97,6 +104,22 @@ def _not_finite(prompt: Prompt, version: int, bits: int) -> str:
     )
 
 
+def gather_logprobs(
+    mine: Tensor, orders: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> list[list[float]]:
+    """Log-probabilities of all sequences, which have one for every token but the first.
+
+    ``mine``: those that this rank computed, end to end; ``orders``: the sequences of each rank, in
+    order; ``lengths``: of all sequences. Collective.
+    """
+    found: list[list[float]] = [[] for _ in lengths]
+    for order, flat in zip(orders, all_gather_varlen(mine, len(orders)), strict=True):
+        values = iter(flat.tolist())
+        for index in order:
+            found[index] = list(islice(values, max(0, lengths[index] - 1)))
+    return found
+
+
 def complete_prompts(episodes: Mapping[int, Episode], request: GenerationRequest) -> list[int]:
     """Prompts that may be in the result and whose samples are all finished, in order."""
     n = request.sampling.n
@@ -118,19 +141,54 @@ def left_over(
     return found
 
 
-def cut_rows(
-    keys: Sequence[int],
-    lengths: Sequence[int],
-    reasons: Sequence[str],
-    tokens: Tensor,
-    logprobs: Tensor,
-    request: GenerationRequest,
-    version: int,
-) -> dict[int, Episode]:
-    """Episodes from flat tensors: token ids of all responses, concatenated, and their
-    log-probabilities. ``keys``: index of each response in the result of the request."""
-    parts = zip(keys, reasons, tokens.split(lengths), logprobs.split(lengths), strict=True)
-    return {
-        key: Episode.sampled(request.sample_at(key)[0], EpisodeTokens(ids, values), reason, version)
-        for key, reason, ids, values in parts
-    }
+class AnsweredPrompts:
+    """Counts the prompts of a request that may be in its result; all methods from any thread.
+
+    With ``num_prompts_needed`` None nothing is counted. The constructor is collective: all ranks
+    make the same counts in the same order.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._needed, self._n = request.num_prompts_needed, request.sampling.n
+        self._places, self._name = request.choice * self._n, f"mppo/answered/{next(_NUMBERS)}"
+        self._counted: set[int] = set()
+        self._samples: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._complete_here = 0
+        self._store: Any = None
+        if self._needed is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._store = distributed_c10d._get_default_store()
+
+    def add(self, places: Sequence[int]) -> None:
+        """Count finished responses, given as ``prompt * n + sample``, each once."""
+        if self._needed is None:
+            return
+        with self._lock:
+            new = {place for place in places if place < self._places} - self._counted
+            self._counted |= new
+            prompts = [place // self._n for place in new]
+            self._samples.update(prompts)
+            complete = sum(self._samples[prompt] == self._n for prompt in set(prompts))
+            self._complete_here += complete
+        if self._store is not None:
+            # the store's atomic counter needs no collective call: ranks finish at different times
+            self._store.add(self._name, complete)
+
+    def give_up(self) -> None:
+        """Let no rank wait any longer for prompts of this one."""
+        if self._store is not None and self._needed is not None:
+            self._store.add(self._name, self._needed)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the result is complete, on all ranks together."""
+        if self._needed is None:
+            return False
+        here = self._complete_here
+        total = here if self._store is None else self._store.add(self._name, 0)
+        return total >= self._needed
+
+    def close(self) -> None:
+        """Remove the count from the store, after the last rank has read it."""
+        if self._store is not None and dist.get_rank() == 0:
+            self._store.delete_key(self._name)

@@ -28,7 +28,7 @@ def server_start(
     recipe, issues = read_recipe(config, overrides, remarks)
     if recipe is None or issues:
         raise ConfigError(issues, source=source_name(config))
-    folder = _empty_folder(recipe) if empty else _model_folder(recipe)
+    folder = companion_folder(resolve_model(recipe.model.path)) if empty else _model_folder(recipe)
     if not empty:
         remarks += _chat_remarks(recipe, folder)
     for remark in remarks:
@@ -58,10 +58,6 @@ def server_start(
     return options, server_environment(options["tp_size"], on_cpu, hf_config.model_type)
 
 
-def _empty_folder(recipe: Recipe) -> Path:
-    return companion_folder(resolve_model(recipe.model.path))
-
-
 def _model_folder(recipe: Recipe) -> Path:
     """The folder with the served weights; ConfigError if SGLang cannot read the model."""
     name, model = recipe.model.path, recipe.model
@@ -71,11 +67,8 @@ def _model_folder(recipe: Recipe) -> Path:
     folder = Path(name) if issues else resolve_model(name, seed=recipe.trainer.seed)
     if not issues and is_megatron_checkpoint(folder):
         fix = "export it with python -m checkpoints_convert export, and serve that folder"
-        issues = [
-            ConfigIssue(
-                "model.path", name, "is a Megatron checkpoint, which SGLang cannot read", fix
-            )
-        ]
+        why = "is a Megatron checkpoint, which SGLang cannot read"
+        issues = [ConfigIssue("model.path", name, why, fix)]
     if issues:
         raise ConfigError(issues, source="serve")
     return folder

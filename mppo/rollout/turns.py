@@ -16,14 +16,9 @@ from mppo.parallel.partition import partition
 
 @dataclass(frozen=True, eq=False)
 class TurnRequest:
-    """A text to continue.
-
-    Args:
-        token_ids: int32 ``[N]``, everything before the turn.
-        stream: numbers of the random stream; the local engine generates the same tokens for the
-            same text, stream and seed.
-        session: requests of one session share prefixes.
-    """
+    """A text to continue: everything before the turn, int32 ``[N]``. Requests of one ``session``
+    share prefixes; the local engine generates the same tokens for the same text, numbers of the
+    random ``stream`` and seed."""
 
     token_ids: Tensor
     max_tokens: int
@@ -58,11 +53,9 @@ class EngineLost(RuntimeError):
 
 
 def deal_prompts(prompts: Sequence[Prompt], n: int, ranks: Sequence[int]) -> dict[int, int]:
-    """The rank of each sample, by index (``prompt * n + sample``).
-
-    The samples of a prompt have one rank. Each entry of ``ranks``, in which a rank may stand
-    several times, gets an equal number of prompts, of nearly equal length in all.
-    """
+    """The rank of each sample, by index (``prompt * n + sample``); one for all samples of a prompt.
+    Each entry of ``ranks``, in which a rank may stand several times, gets an equal number of
+    prompts, of nearly equal length in all."""
     parts = partition([len(prompt.token_ids) for prompt in prompts], len(ranks), equal_count=True)
     return {
         index * n + sample: rank

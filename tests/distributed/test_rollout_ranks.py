@@ -19,7 +19,7 @@ from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.response_gather import gather_episodes, left_over
-from mppo.rollout.sglang.answers import take_up
+from mppo.rollout.sglang.generation import take_up
 
 CONFIG = {
     "vocab_size": 97,

@@ -19,8 +19,7 @@ from ranks import start_ranks
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.fleet import Fleet
-from mppo.rollout.sglang.in_flight import InFlightRequests
-from mppo.rollout.sglang.requests import Requests
+from mppo.rollout.sglang.requests import InFlightRequests, Requests
 from mppo.supervision import phase
 
 LIMIT_S = 5.0

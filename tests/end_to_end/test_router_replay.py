@@ -133,7 +133,7 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.engine import SGLangEngine
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
-    from mppo.rollout.sglang.routed_experts import routing_shape
+    from mppo.rollout.sglang.server_response import routing_shape
 
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
     os.environ[API_KEY_VARIABLE] = KEY

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM
 
-from mppo.agents.endpoint.turn import Turn
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rollout.local.decoding import decode
 from mppo.rollout.local.sampling import row_keys
+from mppo.rollout.turns import Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class PolicyGenerator:
         self._drawn = 0
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
-        """See ``mppo.agents.endpoint.turn.Generator``."""
+        """See ``mppo.agents.endpoint.session.Generator``."""
         loop = asyncio.get_running_loop()
         mine = _Waiting(
             session, tuple(token_ids), min(max_tokens, self.longest), loop.create_future()
@@ -130,5 +130,5 @@ class DictatedGenerator(PolicyGenerator):
     texts: list[str] = field(default_factory=list)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
-        """See ``mppo.agents.endpoint.turn.Generator``."""
+        """See ``mppo.agents.endpoint.session.Generator``."""
         return self.dictated(token_ids, self.texts.pop(0), True, session)

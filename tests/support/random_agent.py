@@ -13,7 +13,7 @@ import openai
 import torch
 from policy_generator import Sampled
 
-from mppo.agents.endpoint.turn import Turn
+from mppo.rollout.turns import Turn
 
 RETRY = {"x-stainless-retry-count": "1"}
 Messages = list[dict[str, Any]]

@@ -117,9 +117,14 @@ def test_what_a_call_raises_is_its_answer_and_the_process_goes_on(hosted, name):
     hosted(name, use)
 
 
-def test_a_function_may_run_an_event_loop(hosted):
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [("loop", Reply("its own loop")), ("leaves", "its process ended with exit code 3")],
+)
+def test_a_function_may_run_an_event_loop_or_leave_a_process_with_its_output(hosted, text, reply):
     async def use(answers):
-        assert await answers.answer(said("loop")) == Reply("its own loop")
+        assert await answers.answer(said(text)) == reply
+        assert await answers.answer(said("a")) == Reply("a")
 
     hosted("agent", use)
 
@@ -165,14 +170,6 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(hosted):
         for each in running("function_host"):
             os.kill(each.pid, 9)
         assert await call == Reply("a")
-
-    hosted("agent", use)
-
-
-def test_a_process_that_leaves_another_with_its_output_has_ended(hosted):
-    async def use(answers):
-        assert await answers.answer(said("leaves")) == "its process ended with exit code 3"
-        assert await answers.answer(said("a")) == Reply("a")
 
     hosted("agent", use)
 

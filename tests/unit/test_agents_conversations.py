@@ -14,11 +14,11 @@ from agent_case import MODEL, SAMPLING, answered, local_engine
 
 from mppo.agents.agent_check import check_agent, imported_waits
 from mppo.agents.conversation import Conversation, Reply, read_reply
+from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.hermes import HermesAgent
 from mppo.agents.number_hints import hint
 from mppo.agents.tools import calc_gsm8k_reward, calculate
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
-from mppo.agents.turn_text import TurnText
 from mppo.batch.episode import NO_WEIGHTS, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
@@ -26,6 +26,7 @@ from mppo.config.load import load_recipe
 from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.data.chat_renderer import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
@@ -410,23 +411,21 @@ def test_a_reply_may_have_an_end_with_or_without_a_reward():
 
 def test_messages_become_what_the_template_writes_between_two_turns():
     tokenizer = byte_tokenizer()
-    text = TurnText(tokenizer)
+    text = TurnText(tokenizer, ChatRenderer(tokenizer, "rollout.agent"))
     eos = tokenizer.eos_token_id
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "3"}]
     more = [{"role": "user", "content": "no"}]
     before = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     complete = tokenizer.apply_chat_template([*chat, *more], tokenize=False)
     ids = tokenizer(before, add_special_tokens=False)["input_ids"] + [*tokenizer("3")["input_ids"]]
-    (added,) = text.token_ids([more], [eos])
+    added = text.token_ids(more, eos)
     assert [*ids, eos, *added] == tokenizer(complete, add_special_tokens=False)["input_ids"]
     # a turn that another token ended keeps the template's own end
-    assert text.token_ids([more, "raw"], [9, 9]) == [
-        [eos, *added],
-        tokenizer("raw", add_special_tokens=False)["input_ids"],
-    ]
+    assert text.token_ids(more, 9) == [eos, *added]
+    assert text.token_ids("raw", 9) == tokenizer("raw", add_special_tokens=False)["input_ids"]
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template; return a text"):
-        text.token_ids([more], [eos])
+        text.token_ids(more, eos)
 
 
 TOOLS = [

@@ -75,7 +75,7 @@ def test_tokens_and_probabilities_are_those_of_the_engine(run):
     engine, episodes = run(TWO_TURNS)
     assert [each.result.reward for each in episodes] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {each.result.numbers["turns"] for each in episodes} == {2}
-    found = engine.logprobs([[*each.prompt.token_ids, *each.here.ids] for each in episodes])
+    found = engine._engine.logprobs([[*each.prompt.token_ids, *each.here.ids] for each in episodes])
     for each, logprobs in zip(episodes, found, strict=True):
         assert each.result.error is None
         assert [version for version, _ in each.parts] == [3, NO_WEIGHTS, 3]
@@ -231,7 +231,7 @@ def test_a_command_runs_one_episode(run, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("def run(client, task): pass", "no coroutine function"),
+        ("def run(client, task): pass", "not a coroutine function"),
         ("async def run(client): pass", "cannot be called with a client and a task"),
         ("async def other(client, task): pass", "run"),
         ("import no_such_package", "no_such_package"),

@@ -16,9 +16,9 @@ from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeUse
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
-from mppo.rollout.answered import AnsweredPrompts
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.local_turns import LocalTurns
+from mppo.rollout.local.engine import LocalTurns
+from mppo.rollout.response_gather import AnsweredPrompts
 from mppo.rollout.turns import EngineLost
 
 WAITING = """
@@ -218,7 +218,7 @@ def test_episodes_start_again_whose_agents_still_try_when_lost_servers_are_back(
 
 
 def test_an_episode_that_ends_while_others_are_ended_counts_once():
-    answered = AnsweredPrompts(replace(REQUEST, num_prompts_needed=1), "count")
+    answered = AnsweredPrompts(replace(REQUEST, num_prompts_needed=1))
     for _ in range(2):
         answered.add([2])
         assert not answered.are_enough, "the prompt has another sample"

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 import transformers
 
-from mppo.agents.turn_text import TurnText
+from mppo.agents.endpoint.prompts import TurnText
+from mppo.data.chat_renderer import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 
 
@@ -46,6 +47,7 @@ def test_an_agents_text_gains_no_space(kind: str) -> None:
     assert plain or "ab hi" in tokenizer.decode(
         before + tokenizer("hi", add_special_tokens=False)["input_ids"]
     )
-    found = TurnText(tokenizer).token_ids(texts, [0] * len(texts))
+    turn_text = TurnText(tokenizer, ChatRenderer(tokenizer, "rollout.agent"))
+    found = [turn_text.token_ids(text, 0) for text in texts]
     behind = [tokenizer.decode(before + ids).lstrip(" ") for ids in found]
     assert behind == [f"ab{text}" for text in texts]

@@ -13,7 +13,7 @@ from policy_generator import PolicyGenerator, Sampled, marks_of
 from random_agent import RandomAgent, identity
 
 from mppo.agents.endpoint.session import Limits
-from mppo.agents.endpoint.turn import Turn
+from mppo.rollout.turns import Turn
 
 TREES, AT_ONCE = 320, 24
 

@@ -10,11 +10,12 @@ from random_dump import write_dump
 from rich.console import Console
 
 from mppo.agents.conversation import Conversation, Reply
+from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.turn_answers import HostedAnswers
-from mppo.agents.turn_text import TurnText
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.trainer import TrainerConfig
-from mppo.data import chat_template
+from mppo.data import chat_renderer
+from mppo.data.chat_renderer import ChatRenderer
 from mppo.dumps.step_dump import read_header_of
 from mppo.hub.builtin import byte_tokenizer
 from mppo.report.console import SampleRow, StepConsole
@@ -106,8 +107,8 @@ def test_a_tool_may_return_what_the_policy_wrote(tmp_path):
     said = [{"role": "tool", "content": valid_text(TEXT)}]
     assert reply.environment == said
     tokenizer = byte_tokenizer()
-    (ids,) = TurnText(tokenizer).token_ids([said], [tokenizer.eos_token_id])
-    assert isinstance(ids, list)
+    renderer = ChatRenderer(tokenizer, "rollout.agent")
+    assert isinstance(TurnText(tokenizer, renderer).token_ids(said, tokenizer.eos_token_id), list)
 
 
 TEMPLATE = """{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no!') }}
@@ -118,9 +119,12 @@ TEMPLATE = """{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exce
 def test_messages_that_the_template_cannot_render_end_their_own_conversation_only(monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(chat_template, "CPU_S", 1.0)
+    monkeypatch.setattr(chat_renderer, "CPU_S", 1.0)
+    renderer = ChatRenderer(tokenizer, "rollout.agent")
+    text = TurnText(tokenizer, renderer)
     says = [[{"role": "tool", "content": each}] for each in ("a", "bad", "b", "long", "c")]
-    found = TurnText(tokenizer).token_ids([*says, "text"], [0] * 6)
+    found = [text.token_ids(each, 0) for each in [*says, "text"]]
+    renderer.close()
     texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in found]
     assert [texts[i] for i in (0, 2, 4, 5)] == ["a", "b", "c", "text"]
     assert "its messages cannot be rendered" in texts[1]

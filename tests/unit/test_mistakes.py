@@ -72,7 +72,7 @@ MISTAKES = {
     f"{AGENT}:add": "it cannot be called as an agent",
     f"{AGENT}:agent": "code.py has no agent 'agent'",
     f"{TRAIN} rollout.agent.path=broken.py:agent": "importing broken.py failed",
-    f"{TRAIN} rollout.agent.run=code.py:answer": "it is no coroutine function",
+    f"{TRAIN} rollout.agent.run=code.py:answer": "it is not a coroutine function",
     f"{TOOLS}=[{{path:\\ code.py:plus,name:\\ add}}]": "code.py has no tool 'plus'",
     f"{DATA}=[pointer.jsonl]": "git lfs pull",
     f"{DATA}=[pointer.parquet]": "git lfs pull",

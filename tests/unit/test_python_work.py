@@ -21,9 +21,8 @@ from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.microbatch import cut
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.sglang.answers import add_answers
-from mppo.rollout.sglang.routed_experts import RoutingShape
-from mppo.rollout.sglang.server_response import parse_responses
+from mppo.rollout.sglang.generation import add_answers
+from mppo.rollout.sglang.server_response import RoutingShape, parse_responses
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.targets import policy_targets, value_targets

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mppo.rollout.sglang.dispatch import dispatch
 from mppo.rollout.sglang.http_client import ServerLost
+from mppo.rollout.sglang.requests import dispatch
 
 
 def test_every_job_is_done_once_and_both_servers_work() -> None:

@@ -74,7 +74,7 @@ def test_a_log_probability_that_is_not_finite_is_a_nan() -> None:
     """SGLang writes null; the run then ends with the prompt's number and the weights' version."""
     first, second = read([answer([-0.5, None], [3, 4]), answer([-0.25], [5])])
     assert math.isnan(first.logprobs[1])
-    assert first.fault(LIMIT, VOCABULARY) is None
+    assert first.fault(LIMIT, VOCABULARY, 3) is None
     assert second.logprobs.tolist() == [-0.25]
 
 

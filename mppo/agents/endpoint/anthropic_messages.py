@@ -9,9 +9,8 @@ from typing import Any
 from pydantic import Field
 
 from mppo.agents.conversation import Message
-from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, PolicyAnswer, stop_texts
+from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, named_events, stop_texts
 from mppo.agents.endpoint.chat import arguments_json, offered_tools, token_fields
-from mppo.agents.endpoint.event_stream import named_events
 from mppo.agents.endpoint.messages import read_messages, sent_call, text_of
 from mppo.agents.endpoint.refusal import invalid
 from mppo.agents.endpoint.session import Session
@@ -98,7 +97,7 @@ async def answer_messages(session: Session, content: Mapping[str, Any]) -> HttpR
         "content": _blocks(choice),
         "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stop,
-        "usage": _usage(answer),
+        "usage": {"input_tokens": len(answer.context), "output_tokens": answer.generated},
     }
     if body.return_token_ids:
         found |= token_fields(answer, choice)
@@ -131,10 +130,6 @@ def _stop_reason(choice: Choice) -> str:
         return "stop_sequence"
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     return reasons[choice.finish_reason]
-
-
-def _usage(answer: PolicyAnswer) -> dict[str, int]:
-    return {"input_tokens": len(answer.context), "output_tokens": answer.generated}
 
 
 def _events(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

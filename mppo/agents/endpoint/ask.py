@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +25,8 @@ _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penal
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for turns of the policy.
-
-    Args:
-        prompt: a text or token ids to continue, without a chat template.
-        max_tokens: most tokens of a turn; None: the session's limit.
-        stop: texts that end a turn.
-    """
+    """A request for turns of the policy. ``prompt``: a text or token ids to continue without a chat
+    template; ``max_tokens``: of a turn, None: the session's limit; ``stop``: texts that end it."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -42,12 +38,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Choice:
-    """A turn of the policy as a client sees it.
-
-    Args:
-        finish_reason: "stop", "length" or "tool_calls".
-        stop: the text of ``Ask.stop`` that ended it.
-    """
+    """A turn of the policy as a client sees it; ``finish_reason``: "stop", "length" or
+    "tool_calls"; ``stop``: the text of ``Ask.stop`` that ended it."""
 
     message: Message
     finish_reason: str
@@ -77,8 +69,8 @@ class PolicyAnswer:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """What a client gets: JSON, or the events of a stream if it asked for one; and the turns that
-    it learns of."""
+    """The answer to a client: JSON, or a stream's events if it asked for them. ``nodes``: the turns
+    that it contains."""
 
     content: Mapping[str, Any]
     events: str | None = None
@@ -133,6 +125,16 @@ class Body(BaseModel):
         for key, value in (self.model_extra or {}).items():
             if key in _REFUSED and value not in (None, False, {}, [], 0):
                 raise invalid(f"{key} would change the policy's distribution: leave it out", key)
+
+
+def data_events(contents: Iterable[Mapping[str, Any]]) -> str:
+    """OpenAI's server-sent events: without a name, and with a last one."""
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in contents) + "data: [DONE]\n\n"
+
+
+def named_events(contents: Iterable[Mapping[str, Any]]) -> str:
+    """Server-sent events named by the ``type`` of their content."""
+    return "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in contents)
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -24,10 +24,8 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A request, by the digest of its route and body, and the task that makes its answer.
-
-    ``readers`` clients wait for it; ``is_read`` once one has got it.
-    """
+    """A request, and the task that makes its answer; ``readers`` clients wait for it, and it
+    ``is_read`` once one has got it."""
 
     digest: bytes
     task: asyncio.Task[HttpReply]
@@ -36,23 +34,15 @@ class Call:
 
 
 class Calls:
-    """The requests of a session, at most ``most_running`` at the same time.
-
-    Args:
-        retry_s: seconds that an answer waits for a retry when its client is gone.
-        forget: called with an answer that nobody will read.
-    """
+    """The requests of a session. An answer waits ``retry_s`` seconds for a retry after its client
+    is gone; ``forget`` is called with one that nobody will read."""
 
     def __init__(
         self, most_running: int, retry_s: float, forget: Callable[[HttpReply], None]
     ) -> None:
         self._most_running, self._retry_s, self._forget = most_running, retry_s, forget
         self._calls: list[Call] = []
-        self._is_closed = False
-
-    @property
-    def running(self) -> int:
-        return sum(not call.task.done() for call in self._calls)
+        self.is_closed = False
 
     async def serve(
         self,
@@ -61,17 +51,11 @@ class Calls:
         work: Callable[[], Coroutine[Any, Any, HttpReply]],
         gone: Callable[[], Awaitable[Any]],
     ) -> HttpReply:
-        """The answer to a request.
+        """The answer to a request, which ``work`` makes.
 
-        Args:
-            digest: of its route and body.
-            is_retry: the client says that it has sent the request before.
-            work: makes the answer.
-            gone: returns when the client closes the connection.
-
-        Raises:
-            Refusal: of ``work``, too many calls, or the session has ended.
-            ClientGone: the client went away.
+        ``digest``: of route and body; ``is_retry``: the client says that it has sent it before;
+        ``gone``: returns when the client closes the connection, which raises ClientGone. Refusal
+        from ``work``, for too many calls, or after the session's end.
         """
         call = self._known(digest, is_retry) or self._begin(digest, work)
         call.readers += 1
@@ -97,9 +81,9 @@ class Calls:
         return next(iter(unread or (same[::-1] if is_retry else ())), None)
 
     def _begin(self, digest: bytes, work: Callable[[], Coroutine[Any, Any, HttpReply]]) -> Call:
-        if self._is_closed:
+        if self.is_closed:
             raise ended()
-        running = self.running
+        running = sum(not call.task.done() for call in self._calls)
         if running >= self._most_running:
             why = f"the session has {running} requests at the same time: wait for an answer"
             raise Refusal(429, why)
@@ -127,7 +111,7 @@ class Calls:
 
     async def close(self) -> None:
         """Cancel what runs, and forget what nobody has read."""
-        self._is_closed = True
+        self.is_closed = True
         running = [call.task for call in self._calls if not call.task.done()]
         for call in list(self._calls):
             call.readers = 0

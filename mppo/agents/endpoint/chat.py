@@ -1,17 +1,25 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions, and its completions: a prompt that is continued without a chat
+template."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
 
-from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, PolicyAnswer, stop_texts
-from mppo.agents.endpoint.event_stream import DONE, data_events
+from mppo.agents.endpoint.ask import (
+    Ask,
+    Body,
+    Choice,
+    HttpReply,
+    PolicyAnswer,
+    data_events,
+    stop_texts,
+)
 from mppo.agents.endpoint.messages import read_messages, read_tools
 from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import invalid
@@ -45,6 +53,37 @@ class ChatBody(Body):
         )
 
 
+class CompletionBody(Body):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(default=16, ge=1)
+    stop: str | list[str] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    stream_options: dict[str, Any] | None = None
+
+    def ask(self, vocabulary: int) -> Ask:
+        """The request, for a vocabulary of so many tokens; Refusal if it asks for what the endpoint
+        does not do."""
+        for key in ("echo", "suffix"):
+            if getattr(self, key):
+                raise invalid(f"{key} is not supported: leave it out", key)
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise invalid("give one prompt a request", "prompt")
+            prompt = prompt[0]
+        if not prompt:
+            raise invalid("the prompt is empty", "prompt")
+        if not isinstance(prompt, str):
+            if not all(0 <= token < vocabulary for token in prompt):
+                raise invalid(f"a token id is below 0, or {vocabulary} or more", "prompt")
+            prompt = tuple(prompt)
+        return Ask(
+            prompt=prompt, max_tokens=self.max_tokens, n=self.n or 1, stop=stop_texts(self.stop)
+        )
+
+
 def offered_tools(tools: list[Any] | None, choice: Any) -> tuple[Mapping[str, Any], ...]:
     """The tools that the policy may call; Refusal if a call is demanded, which would need
     constrained sampling."""
@@ -57,18 +96,12 @@ async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply
     """Answer a request; Refusal if it is invalid, and as of ``Session.answer``."""
     body = ChatBody.read(content, session.policy.sampling)
     answer = await session.answer(body.ask())
-    head = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": body.model or session.policy.model,
-    }
-    prompts = session.policy.prompts
     choices = []
     for index, choice in enumerate(answer.choices):
         message = client_message(choice)
         if body.return_token_ids:
             message |= token_fields(answer, choice)
-        logprobs = token_logprobs(choice, prompts) if body.logprobs else None
+        logprobs = token_logprobs(choice, session.policy.prompts) if body.logprobs else None
         choices.append(
             {
                 "index": index,
@@ -77,14 +110,50 @@ async def answer_chat(session: Session, content: Mapping[str, Any]) -> HttpReply
                 "finish_reason": choice.finish_reason,
             }
         )
-    usage = token_usage(answer)
-    found = {**head, "object": "chat.completion", "choices": choices, "usage": usage}
-    events = None
+    head = _head("chatcmpl", "chat.completion", session, body)
+    return _reply(body, answer, head, choices, _chat_chunks)
+
+
+async def answer_completion(session: Session, content: Mapping[str, Any]) -> HttpReply:
+    """As ``answer_chat``, for a completion."""
+    body = CompletionBody.read(content, session.policy.sampling)
+    prompts = session.policy.prompts
+    answer = await session.answer(body.ask(prompts.vocabulary))
+    choices = []
+    for index, choice in enumerate(answer.choices):
+        found = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": None if body.logprobs is None else _completion_logprobs(choice, prompts),
+            "finish_reason": choice.finish_reason,
+        }
+        choices.append(found | (token_fields(answer, choice) if body.return_token_ids else {}))
+    head = _head("cmpl", "text_completion", session, body)
+    return _reply(body, answer, head, choices, _completion_chunks)
+
+
+def _head(prefix: str, kind: str, session: Session, body: Body) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": body.model or session.policy.model,
+    }
+
+
+def _reply(
+    body: ChatBody | CompletionBody,
+    answer: PolicyAnswer,
+    head: dict[str, Any],
+    choices: list[dict[str, Any]],
+    chunks: Callable[..., Iterator[dict[str, Any]]],
+) -> HttpReply:
+    usage, events = token_usage(answer), None
     if body.stream:
         asks_usage = (body.stream_options or {}).get("include_usage")
-        chunks = _chunks(head, choices, usage if asks_usage else None)
-        events = data_events(chunks) + DONE
-    return HttpReply(found, events, [choice.node for choice in answer.choices])
+        events = data_events(chunks(head, choices, usage if asks_usage else None))
+    nodes = [choice.node for choice in answer.choices]
+    return HttpReply({**head, "choices": choices, "usage": usage}, events, nodes)
 
 
 def client_message(choice: Choice) -> dict[str, Any]:
@@ -122,11 +191,7 @@ def token_fields(answer: PolicyAnswer, choice: Choice) -> dict[str, Any]:
 
 def token_usage(answer: PolicyAnswer) -> dict[str, int]:
     before, after = len(answer.context), answer.generated
-    return {
-        "prompt_tokens": before,
-        "completion_tokens": after,
-        "total_tokens": before + after,
-    }
+    return {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
 
 
 def token_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:
@@ -139,7 +204,7 @@ def token_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _chunks(
+def _chat_chunks(
     head: Mapping[str, Any], choices: list[dict[str, Any]], usage: Mapping[str, int] | None
 ) -> Iterator[dict[str, Any]]:
     head = {**head, "object": "chat.completion.chunk"}
@@ -156,5 +221,26 @@ def _chunks(
             yield {**head, "choices": [part], **empty}
         last = {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
         yield {**head, "choices": [last], **empty}
+    if usage is not None:
+        yield {**head, "choices": [], "usage": dict(usage)}
+
+
+def _completion_logprobs(choice: Choice, prompts: PromptText) -> dict[str, Any]:
+    turn = choice.node.turn
+    tokens = [prompts.decode([token_id], special=True) for token_id in turn.ids.tolist()]
+    offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    return {
+        "tokens": tokens,
+        "token_logprobs": turn.logprobs.tolist(),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _completion_chunks(
+    head: Mapping[str, Any], choices: list[dict[str, Any]], usage: Mapping[str, int] | None
+) -> Iterator[dict[str, Any]]:
+    for choice in choices:
+        yield {**head, "choices": [choice]}
     if usage is not None:
         yield {**head, "choices": [], "usage": dict(usage)}

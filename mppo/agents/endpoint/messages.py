@@ -97,11 +97,8 @@ def read_tools(given: Any) -> tuple[Mapping[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid("a tool is {type: function, function: {name, ...}}", f"tools[{i}]")
-    return tuple({"type": "function", "function": _set(tool["function"])} for tool in tools)
-
-
-def _set(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
+    functions = [{k: v for k, v in tool["function"].items() if v is not None} for tool in tools]
+    return tuple({"type": "function", "function": function} for function in functions)
 
 
 def history_keys(tools: Sequence[Any], messages: Sequence[Message]) -> list[str]:

@@ -19,13 +19,8 @@ INVALID_KEY, TOO_LONG = "invalid_api_key", "context_length_exceeded"
 
 
 class Refusal(Exception):
-    """A request is not served.
-
-    Args:
-        code: OpenAI's word for it, if there is one.
-        param: the part of the request at issue.
-        retry: whether a client should try again; None: as it does for the status.
-    """
+    """A request is not served. ``code``: OpenAI's word for it; ``param``: the part at issue;
+    ``retry``: whether a client should try again, None: as it does for the status."""
 
     def __init__(
         self,

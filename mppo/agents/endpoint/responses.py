@@ -9,9 +9,8 @@ from itertools import count
 from typing import Any
 
 from mppo.agents.conversation import Message
-from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, PolicyAnswer
+from mppo.agents.endpoint.ask import Ask, Body, Choice, HttpReply, PolicyAnswer, named_events
 from mppo.agents.endpoint.chat import arguments_json, offered_tools, token_fields
-from mppo.agents.endpoint.event_stream import named_events
 from mppo.agents.endpoint.messages import read_messages, sent_call, text_of
 from mppo.agents.endpoint.refusal import Refusal, invalid
 from mppo.agents.endpoint.session import Session

@@ -15,8 +15,7 @@ from typing import Any
 from mppo.agents.endpoint.anthropic_messages import answer_messages, count_tokens
 from mppo.agents.endpoint.ask import HttpReply
 from mppo.agents.endpoint.calls import ClientGone
-from mppo.agents.endpoint.chat import answer_chat
-from mppo.agents.endpoint.completions import answer_completion
+from mppo.agents.endpoint.chat import answer_chat, answer_completion
 from mppo.agents.endpoint.messages import read_messages, read_tools
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal, invalid
 from mppo.agents.endpoint.responses import answer_response
@@ -56,12 +55,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint:
-    """An HTTP server on which agents reach the policy, by default on the loopback address: traffic
-    is not encrypted.
-
-    Args:
-        port: 0: any free one.
-        admin_key: opens and closes sessions over HTTP; empty: a random one.
+    """An HTTP server on which agents reach the policy, by default at a free port of the loopback
+    address: traffic is not encrypted. ``admin_key`` opens and closes sessions; empty: a random one.
     """
 
     def __init__(
@@ -120,8 +115,6 @@ class Endpoint:
                 routes.append(Route(f"{start}/v1/{path}", handler, methods=["POST"]))
         handlers = {404: _not_found, 405: _not_found}
         return Starlette(routes=routes, exception_handlers=handlers)
-
-    # ---- handlers
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -7,10 +7,9 @@ import math
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.ask import Ask, Choice, HttpReply, PolicyAnswer
@@ -18,26 +17,29 @@ from mppo.agents.endpoint.calls import Calls, ended
 from mppo.agents.endpoint.messages import history_keys, next_key, tool_call
 from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import TOO_LONG, Refusal, invalid
-from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
+from mppo.agents.endpoint.tool_calls import ToolParser
 from mppo.agents.endpoint.tree import SampledTurn, TokenTree, TurnNode, merged_parts
-from mppo.agents.endpoint.turn import Generator
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.rewards.result import number
+from mppo.rollout.turns import Turn
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.05
 """Between two requests to an engine that was interrupted before its first token."""
 
 
+class Generator(Protocol):
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, session: str) -> Turn:
+        """Generate what follows all tokens before the turn, at most ``max_tokens`` (at least 1);
+        requests of one session share prefixes. A cancelled call is aborted in the engine."""
+        ...
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What a session may use.
-
-    Args:
-        context_tokens: most tokens of a sequence, prompt and all turns together.
-        max_tokens: most tokens of a turn; None: as many as the context leaves.
-        retry_s: seconds that a request goes on, and its answer is kept, after its client has gone.
-    """
+    """What a session may use. ``context_tokens``: of a sequence, prompt and all turns together;
+    ``max_tokens``: of a turn, None: as many as the context leaves; ``retry_s``: seconds that a
+    request goes on, and its answer is kept, after its client has gone."""
 
     context_tokens: int = 32768
     max_tokens: int | None = None
@@ -54,35 +56,16 @@ class Policy:
 
     prompts: PromptText
     generator: Generator
-    sampling: SamplingConfig
     limits: Limits
     parse_tools: ToolParser
-    model: str
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: Generator,
-        limits: Limits | None = None,
-        sampling: SamplingConfig | None = None,
-        parse_tools: ToolParser = parse_hermes,
-        model: str = "policy",
-    ) -> Policy:
-        prompts = PromptText(tokenizer)
-        sampling, limits = sampling or SamplingConfig(), limits or Limits()
-        return cls(prompts, generator, sampling, limits, parse_tools, model)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    model: str = "policy"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a turn belongs in the tree.
-
-    Args:
-        context: all tokens before it.
-        given: those after the parent.
-        asked: the messages behind ``given``.
-    """
+    """Where a turn belongs in the tree. ``context``: all tokens before it; ``given``: those after
+    the parent; ``asked``: their messages."""
 
     parent: TurnNode | None
     context: list[int]
@@ -97,7 +80,6 @@ class Session:
 
     Attributes:
         reward, numbers: as the agent reports them.
-        ended: set when the agent says that the episode has ended.
         failure: why the engine did not answer the last request.
         is_used_up: whether a request was refused because it was one turn or some tokens too many.
         previous: messages by the id of an answer, for an API that names it.
@@ -110,7 +92,6 @@ class Session:
     tree: TokenTree = field(default_factory=TokenTree)
     reward: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str | None = None
     is_used_up: bool = False
     previous: dict[str, list[Message]] = field(default_factory=dict)
@@ -145,14 +126,13 @@ class Session:
 
     async def end(self) -> None:
         """Answer no more requests."""
-        self.ended.set()
         await self.calls.close()
 
     async def answer(self, ask: Ask) -> PolicyAnswer:
         """Turns of the policy; Refusal if the session has ended or used up its turns, or the
         request does not fit."""
         limits = self.policy.limits
-        if self.ended.is_set():
+        if self.calls.is_closed:
             raise ended()
         if self._turns + ask.n > limits.turns:
             self.is_used_up = True
@@ -179,7 +159,7 @@ class Session:
         return PolicyAnswer(place.context, choices)
 
     async def count(self, ask: Ask) -> int:
-        """Number of tokens in the context of the turn that a request asks for."""
+        """Number of tokens before the turn that a request asks for."""
         return len((await self._place(ask)).context)
 
     async def _place(self, ask: Ask) -> _Place:

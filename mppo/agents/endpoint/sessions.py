@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.calls import ended
 from mppo.agents.endpoint.messages import read_messages, read_tools
+from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal
-from mppo.agents.endpoint.session import Limits, Policy, Session
+from mppo.agents.endpoint.session import Generator, Limits, Policy, Session
 from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
 from mppo.agents.endpoint.tree import Leaf
-from mppo.agents.endpoint.turn import Generator
 from mppo.config.sections.rollout import SamplingConfig
 
 _REMEMBERED = 65536
@@ -31,7 +31,7 @@ class EpisodeRecord:
 
     Args:
         leaves: sequences to train on, in order of creation; the last one is the episode's answer.
-        is_used_up: whether it asked for more turns or tokens than it may have.
+        is_used_up: whether the agent asked for more turns or tokens than the limits allow.
         messages: the conversation up to the last leaf's end.
     """
 
@@ -53,11 +53,9 @@ class Sessions:
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator,
         limits: Limits | None = None,
-        sampling: SamplingConfig | None = None,
         parse_tools: ToolParser = parse_hermes,
-        model: str = "policy",
     ) -> None:
-        self.policy = Policy.of(tokenizer, generator, limits, sampling, parse_tools, model)
+        self.policy = Policy(PromptText(tokenizer), generator, limits or Limits(), parse_tools)
         self.url = ""
         self._open: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -73,16 +71,11 @@ class Sessions:
         token_ids: Sequence[int] | None = None,
         sampling: SamplingConfig | None = None,
     ) -> Session:
-        """Open a session.
+        """Open a session; Refusal if too many are open.
 
         Args:
-            messages, tools: of the prompt, if its tokens are known.
-            token_ids: the prompt's tokens: those of a first request with exactly these messages and
-                tools.
+            token_ids: the tokens of a first request with exactly these messages and tools.
             sampling: of this session, for example in validation; None: that of training.
-
-        Raises:
-            Refusal: too many sessions are open.
         """
         if len(self._open) >= self.policy.limits.sessions:
             raise Refusal(429, f"{len(self._open)} sessions are open: close some")
@@ -95,8 +88,8 @@ class Sessions:
         return session
 
     async def close(self, session_id: str, error: str | None = None) -> EpisodeRecord:
-        """End a session and take what it holds; ``error``: why the episode failed. Refusal if there
-        is no such session, or it is closed."""
+        """End a session and return its record. ``error``: why the episode failed. Refusal if no
+        open session has this id."""
         session = self.session(session_id)
         del self._open[session.id], self._by_key[session.key]
         self._closed[session.id] = session.key
@@ -127,7 +120,7 @@ class Sessions:
         if found is None:
             if session_id in self._closed:
                 raise ended()
-            raise Refusal(404, "there is no such session")
+            raise Refusal(404, "no session has this id")
         if token is not None and not (same(token, found.key) or same(token, found.id)):
             raise Refusal(401, "the API key is not that of the session", INVALID_KEY)
         return found

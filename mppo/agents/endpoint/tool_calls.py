@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mppo.agents.hermes import BEGIN, call_texts
 from mppo.config.errors import nearest
@@ -19,11 +19,9 @@ Call = tuple[str, str]
 """Name of a tool and the JSON of its arguments."""
 
 
-class ToolParser(Protocol):
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """The text of a turn (special tokens included) besides the calls, and the calls; schemas of
-        tools are in OpenAI's form."""
-        ...
+ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[Call]]]
+"""From the text of a turn (special tokens included) and schemas of tools in OpenAI's form the text
+besides the calls, and the calls."""
 
 
 def tool_parser(name: str = HERMES) -> ToolParser:

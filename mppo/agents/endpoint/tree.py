@@ -44,14 +44,9 @@ class Leaf(ComparedByValue):
 
 @dataclass(frozen=True, eq=False)
 class SampledTurn:
-    """The tokens of a turn of the policy, which several requests to the engine may have generated.
-
-    Args:
-        ids, logprobs: int32 and float32 ``[N]``, N at least 1.
-        parts: (version of the weights, number of tokens) in order.
-        experts: int16 ``[tokens, layers, k]``, of all tokens before its last one; in a tree those
-            from the last token of the turn before.
-    """
+    """A turn's tokens, at least one, in the form of ``Leaf``. Several requests to the engine may
+    have generated them. ``experts``: of all tokens before its last one; in a tree those from the
+    last token of the turn before."""
 
     ids: Tensor
     logprobs: Tensor
@@ -62,13 +57,8 @@ class SampledTurn:
 
 @dataclass(eq=False)
 class TurnNode:
-    """A turn of the policy.
-
-    Args:
-        given: int32 ``[G]``, others' tokens between the two; without a parent, the whole context.
-        children: number of turns that follow this one.
-        length: number of tokens up to the end of the turn.
-    """
+    """A turn of the policy. ``given``: what others wrote after the parent, int32 ``[G]``; without a
+    parent the whole context. ``children`` turns follow it; it ends after ``length`` tokens."""
 
     parent: TurnNode | None
     given: Tensor

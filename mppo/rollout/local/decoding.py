@@ -28,28 +28,27 @@ _COMPACT_BELOW = 0.85
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Generated rows.
-
-    Args:
-        logprobs: float32 ``[R, T]``.
-        length_R: int64 ``[R]``.
-        stopped_R: bool ``[R]``, the row ended with a stop token.
-    """
+    """Generated rows: int32 and float32 ``[R, T]``; ``stopped_R``: bool, the row ended with a stop
+    token."""
 
     tokens: Tensor
     logprobs: Tensor
     length_R: Tensor
     stopped_R: Tensor
 
+    def responses(self) -> list[tuple[Tensor, Tensor, str]]:
+        """Each row's tokens and log-probabilities, on the CPU, and why it ended."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        valid = columns < self.length_R[:, None]
+        lengths = self.length_R.tolist()
+        ids, logprobs = (x[valid].cpu().split(lengths) for x in (self.tokens, self.logprobs))
+        reasons = ["stop" if stopped else "length" for stopped in self.stopped_R.tolist()]
+        return list(zip(ids, logprobs, reasons, strict=True))
+
 
 class _Rows:
-    """The rows that are still being generated, and the results of all rows.
-
-    Args:
-        key_R: int64 ``[R]``, key of each row's random stream.
-        position_R: int64 ``[R]``, position of the next token.
-        limit_R: int64 ``[R]``, most generated tokens of each row.
-    """
+    """The rows that are still being generated, and the results of all rows. ``position_R``: of the
+    next token; see ``decode``."""
 
     def __init__(self, key_R: Tensor, position_R: Tensor, limit_R: Tensor) -> None:
         rows, device, max_tokens = len(key_R), key_R.device, int(limit_R.max())
@@ -95,9 +94,6 @@ class _Rows:
         self._row_R, self._key_R = self._row_R[alive], self._key_R[alive]
         self.position_R, self._uniform = self.position_R[alive], self._uniform[alive]
         self._done_R = self._done_R[alive]
-
-    def responses(self) -> DecodedRows:
-        return DecodedRows(self.tokens.T, self.logprobs.T, self.length_R, self.stopped_R)
 
 
 def _prefill(
@@ -177,4 +173,4 @@ def decode(
             use_cache=True,
         ).logits[:, -1]
         rows.advance()
-    return rows.responses()
+    return DecodedRows(rows.tokens.T, rows.logprobs.T, rows.length_R, rows.stopped_R)

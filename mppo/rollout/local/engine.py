@@ -8,24 +8,26 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mppo.batch.episode import Episode, EpisodesBySample
+from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
+from mppo.batch.prompt import Prompt
+from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.bfloat16 import multiplies_bfloat16
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
-from mppo.parallel.collectives import all_gather_varlen, wait_for_ranks
+from mppo.parallel.collectives import wait_for_ranks
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
-from mppo.rollout.local.local_turns import LocalTurns
 from mppo.rollout.local.parameters import ParameterSink
 from mppo.rollout.local.sampling import row_keys
-from mppo.rollout.response_gather import cut_rows, gather_episodes, left_over
+from mppo.rollout.response_gather import gather_episodes, gather_logprobs, left_over
+from mppo.rollout.turns import Turn, TurnRequest, deal_prompts
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
@@ -43,7 +45,6 @@ class LocalGeneration:
     request: GenerationRequest
     responses: list[Episode]
     seconds: float
-    world: int
     left_over: EpisodesBySample = field(default_factory=dict)
 
     def wait(self) -> None:
@@ -51,12 +52,46 @@ class LocalGeneration:
 
     def collect(self) -> list[Episode]:
         needed = self.request.num_prompts_needed
-        if needed is None:
-            self.left_over = {}
-            return self.responses
+        needed = len(self.request.prompts) if needed is None else needed
         everything = dict(enumerate(self.responses))
         self.left_over = left_over(self.request, everything, taken=range(needed))
         return self.responses[: needed * self.request.sampling.n]
+
+
+class LocalTurns:
+    """A ``TurnEngine`` that continues up to ``batch_size`` texts in one batch; ``stops``: tokens
+    that end a turn, int64."""
+
+    calls = 1
+
+    def __init__(
+        self, model: Any, version: int, stops: Tensor, world: int, batch_size: int
+    ) -> None:
+        self._model, self._version, self._stops = model, version, stops
+        self._world, self.at_once = world, batch_size
+
+    def homes(self, prompts: Sequence[Prompt], n: int) -> dict[int, int]:
+        return deal_prompts(prompts, n, range(self._world))
+
+    def generate(
+        self, requests: Sequence[TurnRequest], sampling: SamplingConfig, seed: int
+    ) -> list[Turn]:
+        device = self._stops.device
+        uids, samples = torch.tensor([each.stream for each in requests], device=device).unbind(1)
+        extra = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        rows = decode(
+            self._model,
+            [each.token_ids for each in requests],
+            list(range(len(requests))),
+            row_keys(seed, uids, samples),
+            sampling,
+            torch.tensor([each.max_tokens for each in requests], device=device),
+            torch.cat([self._stops, extra]),
+        )
+        return [Turn(*response, self._version) for response in rows.responses()]
+
+    def abort(self) -> None:
+        """Do nothing: a batch runs to its end."""
 
 
 def stop_tokens(hf_folder: str | Path, hf_config: PretrainedConfig) -> tuple[int, ...]:
@@ -77,17 +112,6 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     is many times faster. Weights are rounded to ``dtype`` either way."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not multiplies_bfloat16()
     return torch.float32 if slow else dtype
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A response to generate; ``index``: of the prompt in the request."""
-
-    index: int
-    sample: int
-
-    def place(self, n: int) -> int:
-        return self.index * n + self.sample
 
 
 class LocalEngine:
@@ -136,13 +160,9 @@ class LocalEngine:
         resumed = request.resumed()
         # a response that another engine aborted is generated again from its start
         ready = {key: each for key, each in resumed.items() if not each.is_unfinished}
-        todo = [
-            _Row(i, sample)
-            for i in dealt[self._rank]
-            for sample in range(n)
-            if i * n + sample not in ready
-        ]
-        todo.sort(key=lambda row: (len(prompts[row.index].token_ids), row.place(n)))
+        mine = [index * n + sample for index in dealt[self._rank] for sample in range(n)]
+        todo = [place for place in mine if place not in ready]
+        todo.sort(key=lambda place: (len(prompts[place // n].token_ids), place))
         stops = torch.tensor(
             sorted({*self.stop_tokens, *request.sampling.stop_token_ids}),
             dtype=torch.int64,
@@ -152,8 +172,13 @@ class LocalEngine:
         with suppress(StepInterrupted):  # raised again below, on all ranks at the same point
             for start in range(0, len(todo), self._batch_size):
                 chunk = todo[start : start + self._batch_size]
-                decoded = self._generate_rows(request, chunk, stops)
-                new = _episodes(chunk, decoded, request, version)
+                decoded = self._generate_rows(request, chunk, stops).responses()
+                new = {
+                    place: Episode.sampled(
+                        request.sample_at(place)[0], EpisodeTokens(ids, logprobs), reason, version
+                    )
+                    for place, (ids, logprobs, reason) in zip(chunk, decoded, strict=True)
+                }
                 received |= new
                 if request.on_response is not None and start + self._batch_size < len(todo):
                     request.on_response(list(new), list(new.values()))
@@ -168,9 +193,7 @@ class LocalEngine:
     def submit(self, request: GenerationRequest) -> LocalGeneration:
         """See ``RolloutEngine.submit``; generates in this thread before it returns."""
         start = time.perf_counter()
-        found = self._answers(request)
-        seconds = time.perf_counter() - start
-        return LocalGeneration(request, found, seconds, self._world)
+        return LocalGeneration(request, self._answers(request), time.perf_counter() - start)
 
     def turns(self) -> LocalTurns:
         version = self._loaded_version()
@@ -178,22 +201,19 @@ class LocalEngine:
         return LocalTurns(self._model, version, stops, self._world, self._batch_size)
 
     def _generate_rows(
-        self, request: GenerationRequest, rows: Sequence[_Row], stops: Tensor
+        self, request: GenerationRequest, places: Sequence[int], stops: Tensor
     ) -> DecodedRows:
-        prompts = request.prompts
-        # the samples of a prompt share its prefill
-        place: dict[int, int] = {}
-        for row in rows:
-            place.setdefault(row.index, len(place))
-        uids = torch.tensor([prompts[row.index].uid for row in rows], device=self._device)
-        samples = torch.tensor([row.sample for row in rows], device=self._device)
+        """Responses by their indices in the result; the samples of a prompt share its prefill."""
+        indices, samples = zip(*(divmod(place, request.sampling.n) for place in places))
+        row_of = {index: row for row, index in enumerate(dict.fromkeys(indices))}
+        uids = torch.tensor([request.prompts[i].uid for i in indices], device=self._device)
         return decode(
             self._model,
-            [prompts[index].token_ids for index in place],
-            [place[row.index] for row in rows],
-            row_keys(request.seed, uids, samples),
+            [request.prompts[index].token_ids for index in row_of],
+            [row_of[index] for index in indices],
+            row_keys(request.seed, uids, torch.tensor(samples, device=self._device)),
             request.sampling,
-            torch.full_like(uids, request.max_tokens),
+            torch.full((len(places),), request.max_tokens, device=self._device),
             stops,
         )
 
@@ -213,6 +233,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1; collective."""
         self._loaded_version()
         lengths = [len(s) for s in sequences]
         dealt = [
@@ -225,14 +246,7 @@ class LocalEngine:
             count = max(1, _LOGPROB_TOKENS // max(1, lengths[mine[-1]]))
             chunk, mine = mine[:count], mine[count:]
             parts += self._chunk_logprobs([sequences[i] for i in chunk])
-        result: list[list[float]] = [[] for _ in sequences]
-        gathered = all_gather_varlen(torch.cat(parts), self._world)
-        for order, flat in zip(dealt, gathered, strict=True):
-            values, at = flat.tolist(), 0
-            for index in order:
-                count = max(0, lengths[index] - 1)
-                result[index], at = values[at : at + count], at + count
-        return result
+        return gather_logprobs(torch.cat(parts), dealt, lengths)
 
     def _chunk_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probabilities of each sequence's tokens but the first, padded on the right."""
@@ -250,7 +264,6 @@ class LocalEngine:
         return [chosen[row, : len(s) - 1] for row, s in enumerate(sequences) if len(s) > 1]
 
     def sync_metrics(self) -> dict[str, float]:
-        """See ``RolloutEngine.sync_metrics``; empty: no bytes are sent."""
         return {}
 
     def sleep(self) -> None:
@@ -265,20 +278,3 @@ class LocalEngine:
 
     def stop(self) -> None:
         """Do nothing: the engine has no processes of its own."""
-
-
-def _episodes(
-    rows: Sequence[_Row], decoded: DecodedRows, request: GenerationRequest, version: int
-) -> dict[int, Episode]:
-    places = [row.place(request.sampling.n) for row in rows]
-    column_T = torch.arange(decoded.tokens.shape[1], device=decoded.tokens.device)
-    valid = column_T < decoded.length_R[:, None]
-    return cut_rows(
-        places,
-        decoded.length_R.tolist(),
-        ["stop" if stopped else "length" for stopped in decoded.stopped_R.tolist()],
-        decoded.tokens[valid].cpu(),
-        decoded.logprobs[valid].cpu(),
-        request,
-        version,
-    )

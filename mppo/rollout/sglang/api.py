@@ -45,7 +45,7 @@ class SGLangApi:
         self._progress_at = -math.inf
 
     def observe_progress(self) -> bool:
-        """Return whether the server has computed anything for its requests since the last call.
+        """Whether the server has computed anything for its requests since the last call.
 
         The scheduler publishes its load after its batches. A load without requests is no progress:
         a request that the server has lost is not waited for longer than the limit.
@@ -55,11 +55,8 @@ class SGLangApi:
         except (ServerLost, RequestRefused):
             return False
         loads = answer.get("loads") if isinstance(answer, dict) else None
-        busy = [
-            load
-            for load in (loads if isinstance(loads, list) else ())
-            if isinstance(load, dict) and load.get("num_running_reqs")
-        ]
+        stated = loads if isinstance(loads, list) else ()
+        busy = [x for x in stated if isinstance(x, dict) and x.get("num_running_reqs")]
         moved = bool(busy) and busy != self._loads
         self._loads = busy
         if moved:
@@ -70,8 +67,8 @@ class SGLangApi:
         return self.client.post("/generate", body, None, lambda: self._progress_at, parse)
 
     def is_up(self) -> bool:
-        """Return whether the server answers a health check within a few seconds; RequestRefused if
-        another program than an SGLang server answers."""
+        """Whether the server answers a health check within a few seconds; RequestRefused if another
+        program than an SGLang server answers."""
         try:
             self.client.get("/health", timeout_s=_QUICK_S)
         except ServerLost:
@@ -79,8 +76,8 @@ class SGLangApi:
         return True
 
     def accepts_key(self) -> bool | None:
-        """Return whether the server accepts this client's key; None: no answer. The health check
-        needs no key."""
+        """Whether the server accepts this client's key, which the health check does not need; None:
+        no answer."""
         try:
             self.client.get("/model_info", timeout_s=_QUICK_S)
         except RequestRefused as error:
@@ -169,12 +166,8 @@ class SGLangApi:
     def update_from_tensor(
         self, payloads: Sequence[str], version: int, loader: str = "flattened_bucket"
     ) -> None:
-        """Load one bucket.
-
-        Args:
-            payloads: serialized handles, one per tensor-parallel rank.
-            loader: load format, or a custom weight loader of the server.
-        """
+        """Load one bucket from serialized handles, one per tensor-parallel rank, with a load format
+        of SGLang's or a custom weight loader of the server."""
         self._succeed(
             "/update_weights_from_tensor",
             {
@@ -233,13 +226,11 @@ class SGLangApi:
         self._succeed("/update_weights_from_disk", body)
 
     def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until the server computes nothing, and empty its cache of prefixes.
+        """Wait until the server computes nothing, and empty its cache of prefixes; ServerLost if
+        that takes longer.
 
         After the answer to its last request, SGLang's scheduler still holds that batch for a
         moment. It stops with an assertion if memory is released before.
-
-        Raises:
-            ServerLost: the server does not answer, or is not idle within that time.
         """
         deadline = time.monotonic() + timeout_s
         while True:

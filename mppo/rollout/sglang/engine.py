@@ -16,37 +16,66 @@ import torch
 from mppo.batch.episode import Episode
 from mppo.config.rules.engine import sglang_options
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.parallel.collectives import all_gather_objects, all_gather_varlen, raise_on_any_rank
+from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
+from mppo.rollout.response_gather import gather_logprobs
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
-from mppo.rollout.sglang.memory_handover import MemoryHandover
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
-from mppo.rollout.sglang.routed_experts import RoutingShape
 from mppo.rollout.sglang.server_options import own_server
 from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.rollout.sglang.server_response import RoutingShape
 from mppo.rollout.sglang.server_turns import ServerTurns
-from mppo.rollout.sync_check import SyncCheck
 from mppo.rollout.transport.broadcast import DistributedTransport
-from mppo.rollout.transport.build import make_transport
 from mppo.rollout.transport.slice_sync import SliceSync
-from mppo.rollout.transport.sync import DiskTransport
+from mppo.rollout.transport.sync import DiskTransport, make_transport
 from mppo.weights.bucket import WeightBucket
 
 _SCORE_TOKENS = 8192
 _SCORES_AT_ONCE = 4
+_PROBE_TOKENS = 48
+_SEQUENCES_PER_SERVER = 2
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+
+
+class SyncCheck:
+    """Compares log-probabilities of random tokens with those of an oracle, which loads the same
+    weight stream. ``tolerance``: largest allowed difference, nats; None: by dtype."""
+
+    def __init__(
+        self, oracle: LocalEngine, dtype: torch.dtype, tolerance: float | None, servers: int
+    ) -> None:
+        self.oracle = oracle
+        self._tolerance = _TOLERANCE[dtype] if tolerance is None else tolerance
+        generator = torch.Generator().manual_seed(0)
+        shape = (_SEQUENCES_PER_SERVER * servers, _PROBE_TOKENS)
+        self._sequences = torch.randint(oracle.vocab_size, shape, generator=generator).tolist()
+
+    def compare(
+        self, logprobs: Callable[[list[list[int]]], list[list[float]]], version: int
+    ) -> None:
+        """Compare the servers' log-probabilities with the oracle's. Collective; RuntimeError on
+        every rank if a difference exceeds the tolerance."""
+        ours, theirs = self.oracle.logprobs(self._sequences), logprobs(self._sequences)
+        gap = (torch.tensor(ours) - torch.tensor(theirs)).abs().nan_to_num(nan=float("inf"))
+        if gap.max() > self._tolerance:
+            sequence, position = divmod(int(gap.argmax()), gap.shape[1])
+            raise RuntimeError(
+                f"verify_sync: with weights of version {version}, SGLang's log-probabilities "
+                f"differ from transformers' by {gap.max():.3g} at token {position + 1} of probe "
+                f"{sequence} (mean {gap.mean():.3g}; allowed {self._tolerance:.3g}, "
+                "rollout.logprob_tolerance)"
+            )
 
 
 class SGLangEngine:
-    """SGLang servers as a rollout engine.
-
-    The constructor is collective. It starts mppo's own servers on the memory that the trainer
-    leaves, and puts them to sleep.
+    """SGLang servers as a rollout engine. The constructor is collective: it starts mppo's own
+    servers on the memory that the trainer leaves, and puts them to sleep.
 
     Args:
         hf_folder: model folder (servers started by mppo read only its configuration).
@@ -88,8 +117,9 @@ class SGLangEngine:
         self._synced: dict[int, int | None] = {}  # server of this rank -> version it holds
         self._source: Iterable[WeightBucket] | None = None
         place = (rank, world, self._device, folder)
-        self.fleet = Fleet(rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed)
-        self._memory = MemoryHandover(self.fleet, world, give_back)
+        self.fleet = Fleet(
+            rollout, Path(hf_folder), hf_config, dtype, *place, make_server, seed, give_back
+        )
         self._requests = Requests(self.fleet, self._restore, rank, world)
         self._transport = make_transport(
             rollout, self.fleet, self._device, folder, Path(hf_folder), rank, world
@@ -102,33 +132,25 @@ class SGLangEngine:
             oracle = LocalEngine(hf_folder, hf_config, dtype, rank=rank, world=world, device=device)
             self._sync_check = SyncCheck(oracle, dtype, rollout.logprob_tolerance, self.fleet.count)
         if self.fleet.shares_devices:
-            self._start_servers()
-
-    def _start_servers(self) -> None:
-        """Start mppo's own servers and put them to sleep; collective."""
-        try:
-            self._revive()
-            self._memory.to_trainer()
-        except BaseException:
-            self.stop()
-            raise
-
-    # ---- weights
+            try:
+                self._revive()
+                self.fleet.for_training()
+            except BaseException:
+                self.stop()
+                raise
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> None:
-        """See ``RolloutEngine.update_weights``.
+        """See ``RolloutEngine.update_weights``; RuntimeError on every rank if a server could not
+        load the weights.
 
         If ``buckets`` can be iterated again (it is not a generator), a server that is lost during
         the update or later is restarted and receives the weights again.
-
-        Raises:
-            RuntimeError: on every rank, if a server could not load the weights.
         """
         self._wait()
         self._source = None if iter(buckets) is buckets else buckets
         self._version, self._synced = version, {}
         self._revive()
-        self._memory.for_weights()
+        self.fleet.for_weights()
         self._push(buckets)
         if self._sync_check is not None:
             self._sync_check.compare(self.logprobs, version)
@@ -137,7 +159,7 @@ class SGLangEngine:
         """Start servers that do not run, and record that they hold no weights; collective."""
         if not any(all_gather_objects(self.fleet.missing(), self._world)):
             return
-        self._memory.from_trainer()  # a server's KV cache takes a share of what is free now
+        self.fleet.free_for_servers()  # a server's KV cache takes a share of what is free now
         for server in self.fleet.revive():
             self._synced.pop(server, None)
             if self.slices is not None:
@@ -154,7 +176,7 @@ class SGLangEngine:
             if self._source is None:
                 break
             self._revive()
-            self._memory.for_weights()
+            self.fleet.for_weights()
             buckets = self._source
         note = "" if self._source else " (and this weight stream cannot be repeated)"
         outputs = all_gather_objects(self.fleet.last_output(), self._world)
@@ -177,7 +199,7 @@ class SGLangEngine:
         assert self._version is not None
         targets = {s: api for s, api in self.fleet.apis.items() if s in lacking}
         if self.slices is not None:
-            if self.slices.accepts(buckets):
+            if isinstance(buckets, WeightSource) and buckets.slices is not None:
                 return self._send_slices(self.slices, buckets, targets)
             self.slices.forget(targets)
         senders = targets
@@ -219,6 +241,7 @@ class SGLangEngine:
         self._record(targets, error)
 
     def _record(self, targets: Mapping[int, SGLangApi], error: Exception | None) -> None:
+        """Record which servers hold the weights, or are lost."""
         if error is None:
             self._synced.update(dict.fromkeys(targets, self._version))
             return
@@ -250,12 +273,10 @@ class SGLangEngine:
                 "because the last weight stream was a generator: pass a WeightSource"
             )
         if lacking and self._source is not None:
-            self._memory.for_weights()
+            self.fleet.for_weights()
             self._push(self._source)
-        self._memory.for_generation()
+        self.fleet.for_generation()
         return self._version
-
-    # ---- generation
 
     def submit(self, request: GenerationRequest) -> SGLangGeneration:
         """See ``RolloutEngine.submit``; ``seed`` is unused: SGLang draws its own random numbers."""
@@ -267,7 +288,6 @@ class SGLangEngine:
         return self._pending
 
     def generate(self, request: GenerationRequest) -> list[Episode]:
-        """See ``RolloutEngine``; RuntimeError on every rank if a request could not be served."""
         return self.submit(request).collect()
 
     def _wait(self) -> None:
@@ -276,6 +296,7 @@ class SGLangEngine:
         self._pending = None
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of every token but the first, at temperature 1; collective."""
         self._wait()
         self._restore()
         lengths = [len(s) for s in sequences]
@@ -292,23 +313,16 @@ class SGLangEngine:
             may_interrupt=False,  # called by the sync check, after the updates of the step
         )
         values = [v for index in range(len(jobs)) for row in answered[index] for v in row]
-        flat = torch.tensor(values, dtype=torch.float32)
-        result: list[list[float]] = [[] for _ in sequences]
-        for rank, received in enumerate(all_gather_varlen(flat, self._world)):
-            servers = [s for s in range(self.fleet.count) if self.fleet.head_of(s) == rank]
-            numbers, at = received.tolist(), 0
-            for index in (i for server in servers for i in dealt[server]):
-                count = lengths[index] - 1
-                result[index], at = numbers[at : at + count], at + count
-        return result
+        orders: list[list[int]] = [[] for _ in range(self._world)]
+        for server, part in enumerate(dealt):
+            orders[self.fleet.head_of(server)] += part
+        return gather_logprobs(torch.tensor(values, dtype=torch.float32), orders, lengths)
 
     def turns(self) -> ServerTurns:
         self._wait()
         version = self._restore()
         how = self._stops, self._vocab_size, self._rollout.batch_size, self._routing
         return ServerTurns(self.fleet, version, *how)
-
-    # ---- memory and end
 
     def sync_metrics(self) -> dict[str, float]:
         """See ``RolloutEngine.sync_metrics``; empty with ``rollout.sync_mode`` = full."""
@@ -318,12 +332,11 @@ class SGLangEngine:
         """Release the memory of servers that share the training devices."""
         if self.fleet.shares_devices:
             self._wait()
-            self._memory.to_trainer()
+            self.fleet.for_training()
             if self._device.type != "cpu":
                 self._synced = {}
 
     def stop(self) -> None:
-        """Abort requests in flight, and stop every server that mppo started. Idempotent."""
         if self._pending is not None:
             self._pending.abort()
         self._transport.stop()

@@ -1,6 +1,12 @@
 """The SGLang servers of a run: started by mppo, or external servers by URL.
 
 One rank, the head of a server, sends all requests to it. All ranks call the collective methods.
+
+The trainer and colocated servers use the device memory in turn: training; weight sync, during which
+servers hold only their weights; generation. Before a server allocates, every rank returns the
+unused memory of its allocator to the device, because another process cannot use it otherwise and a
+server with too little memory exits. Before the trainer allocates, every server has released its
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.report.events import RunEvent, append_event
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.api import CUDA_GRAPHS, KV_CACHE, MEMORY_TAGS, WEIGHTS, SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
 from mppo.rollout.sglang.server_options import (
@@ -48,14 +54,14 @@ class Fleet:
 
     Args:
         model_folder: the folder from which mppo's own servers read the model's configuration.
-        folder: for logs and option files, in the run folder.
+        folder: for logs, in the run folder.
         make_server: makes the process of a server, as ``own_server`` does.
+        give_back: returns this rank's unused memory to the device.
 
     Attributes:
         mine: the servers for which this rank is the head.
         lost: servers of this rank that failed, and why.
         processes: the servers that this rank starts.
-        tensor_parallel: ranks of each server.
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class Fleet:
         folder: Path,
         make_server: Callable[..., ServerProcess] = own_server,
         seed: int = 0,
+        give_back: Callable[[], None] = device_seam.give_back_memory,
     ) -> None:
+        self._give_back = give_back
         self._rollout, self._rank, self._world = rollout, rank, world
         self.run_dir = folder.parent
         self.tensor_parallel = rollout.tensor_model_parallel_size
@@ -80,7 +88,9 @@ class Fleet:
         self._model_type = hf_config.model_type
         self.count = len(rollout.urls) or rollout.servers or max(1, world // per_server)
         self.mine = [s for s in range(self.count) if self.head_of(s) == rank]
-        self.key = self._agreed_key()
+        self.key = os.environ.get(API_KEY_VARIABLE)
+        if not rollout.urls:  # a new key, the same on all ranks
+            self.key = all_gather_objects(secrets.token_hex(32) if rank == 0 else None, world)[0]
         self.lost: dict[int, str] = {}
         self._asleep: dict[int, set[str]] = {}
         self._seed, self._starts = seed, [0] * self.count
@@ -97,13 +107,6 @@ class Fleet:
 
     def head_of(self, server: int) -> int:
         return server * max(1, self._world // self.count) % self._world
-
-    def _agreed_key(self) -> str | None:
-        """A new key, the same on all ranks; for external servers the key in the environment."""
-        if self._rollout.urls:
-            return os.environ.get(API_KEY_VARIABLE)
-        key = secrets.token_hex(32) if self._rank == 0 else None
-        return all_gather_objects(key, self._world)[0]
 
     def _make_servers(
         self,
@@ -176,7 +179,7 @@ class Fleet:
         return SGLangApi(url, self.key, self._rollout.request_timeout_s)
 
     def last_output(self) -> str:
-        """The end of the logs of the servers that this rank started, for error messages."""
+        """The end of the logs of the servers that this rank started."""
         return "".join(process.last_output() for process in self.processes.values())
 
     def urls(self) -> dict[int, str]:
@@ -278,12 +281,34 @@ class Fleet:
         """Whether servers share the training devices, and so must release memory for training."""
         return not self._rollout.urls and self._rollout.mode == "colocated"
 
-    def sleep(self, tags: Sequence[str]) -> None:
-        """Release the memory of ``tags`` on every server that holds it; collective.
+    def for_training(self) -> None:
+        """Make colocated servers release all memory; collective."""
+        if self.shares_devices:
+            self.sleep(MEMORY_TAGS)
 
-        When it returns, all servers have released it: a rank that heads no server shares its GPU
-        with one, too.
-        """
+    def free_for_servers(self) -> None:
+        """Return every rank's unused memory to the devices, before servers allocate; collective."""
+        if self.shares_devices:
+            self._give_back()
+            wait_for_ranks(self._world)
+
+    def for_weights(self) -> None:
+        """Make colocated servers hold only weights: the trainer needs the rest for the weight
+        stream. Collective."""
+        if self.shares_devices:
+            self.sleep((KV_CACHE, CUDA_GRAPHS))
+            self.free_for_servers()
+            self.wake((WEIGHTS,))
+
+    def for_generation(self) -> None:
+        """Make colocated servers hold all their memory; collective."""
+        if self.shares_devices:
+            self.free_for_servers()
+            self.wake(MEMORY_TAGS)
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Release the memory of ``tags`` on every server that holds it; collective. It returns when
+        all have: a rank that heads no server shares its GPU with one, too."""
 
         def release(server: int, api: SGLangApi) -> None:
             asleep = self._asleep.setdefault(server, set())
@@ -317,7 +342,6 @@ class Fleet:
                 self.lost[server] = str(error)
 
     def stop(self) -> None:
-        """Stop every server that this rank started. Idempotent."""
         for process in self.processes.values():
             process.stop()
         self.processes, self._apis = {}, {}

@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mppo.batch.episode import Episode, EpisodesBySample
+from mppo.batch.moves import bring_episodes
 from mppo.config.sections.rollout import RolloutConfig
-from mppo.rollout.answered import AnsweredPrompts
+from mppo.parallel.collectives import raise_on_any_rank
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.response_gather import complete_prompts, left_over
-from mppo.rollout.sglang.answers import add_answers, take_up
+from mppo.rollout.response_gather import (
+    AnsweredPrompts,
+    complete_prompts,
+    gather_episodes,
+    left_over,
+)
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
-from mppo.rollout.sglang.http_client import ServerLost
-from mppo.rollout.sglang.in_flight import InFlightRequests
-from mppo.rollout.sglang.requests import Requests
-from mppo.rollout.sglang.routed_experts import RoutingShape
-from mppo.rollout.sglang.server_response import ServerResponse
-from mppo.rollout.sglang.straggler_abort import StragglerAbort
+from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.sglang.requests import InFlightRequests, Requests, StragglerAbort
+from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import deal_prompts
 
 _JOBS_PER_SERVER = 32
@@ -44,8 +46,8 @@ class SGLangGeneration:
         self._requests, self._rollout = requests, rollout
         self._partial = request.num_prompts_needed is not None and rollout.max_staleness > 0
         self._found = self._resumed()
-        self._seconds = 0.0
-        self._left_over: EpisodesBySample = {}
+        self.seconds = 0.0
+        self.left_over: EpisodesBySample = {}
         self._is_collected = False
         self._in_flight: InFlightRequests | None = None
         self._launch(self._lacks_prompts() if request.among is None else self._missing())
@@ -53,14 +55,12 @@ class SGLangGeneration:
     def _resumed(self) -> dict[int, Episode]:
         """The resumable responses that need not be generated again; collective."""
         resumed, routes = self._request.resumed(), self._routing is not None
-        requests = self._requests
         usable = [
             key
             for key, each in resumed.items()
             if (self._partial if each.finish_reason == "abort" else each.routed or not routes)
         ]
-        homes = self._homes()
-        return take_up(resumed, usable, homes, requests.world)
+        return take_up(resumed, usable, self._homes(), self._requests.world)
 
     def _missing(self) -> bool:
         """Whether a response is missing; every rank has the same ones, and so the same answer."""
@@ -78,7 +78,7 @@ class SGLangGeneration:
         request = self._request
         # all responses of this launch must come from this one version
         self._version = self._requests.restore()
-        answered = AnsweredPrompts(request, self._requests.new_name())
+        answered = AnsweredPrompts(request)
         self._stragglers = StragglerAbort(answered)
         # the count is over all ranks: each adds the finished responses among its own rows
         rows = self._my_rows()
@@ -124,9 +124,13 @@ class SGLangGeneration:
             limit = request.max_tokens - len(known)
             parameters.append(sampling_parameters(request.sampling, limit, self._stop_tokens))
         answers = api.generate(texts, parameters, self._routing is not None)
-        _check_answers(api.url, answers, self._version, may_abort=stragglers.reached.is_set())
+        may_abort = stragglers.reached.is_set()
         for answer, given in zip(answers, parameters, strict=True):
-            if fault := answer.fault(given["max_new_tokens"], self._vocab_size):
+            # others may have restarted the server, which then has other weights
+            fault = answer.fault(given["max_new_tokens"], self._vocab_size, self._version)
+            if answer.reason == "abort" and not may_abort:
+                fault = fault or "gave up on a response"
+            if fault:
                 raise ServerLost(api.url, fault)
         answers = [a.with_final_reason(self._stop_tokens) for a in answers]
         ended = {r: a for r, a in zip(job, answers, strict=True) if a.reason != "abort"}
@@ -147,12 +151,13 @@ class SGLangGeneration:
             return
         if self._in_flight is not None:
             if self._partial:
-                self._stragglers.abort()  # what is unfinished goes on later, with the next weights
+                # what is unfinished goes on later, with the next weights
+                self._stragglers.reached.set()
             results = self._requests.join(self._in_flight)
             self._found, self._in_flight = self._gathered(results), None
         if not self._partial:
             self._found = {r: e for r, e in self._found.items() if e.finish_reason != "abort"}
-        self._left_over = left_over(self._request, self._found)
+        self.left_over = left_over(self._request, self._found)
 
     def collect(self) -> list[Episode]:
         request, n = self._request, self._request.sampling.n
@@ -170,23 +175,15 @@ class SGLangGeneration:
             self._found, self._in_flight = self._gathered(results), None
         taken = complete_prompts(self._found, request)[: request.num_prompts_needed]
         left = left_over(request, self._found, taken)
-        self._left_over = left if self._partial else {}
+        self.left_over = left if self._partial else {}
         found, self._found, self._is_collected = self._found, {}, True
         return [found[prompt * n + sample] for prompt in taken for sample in range(n)]
-
-    @property
-    def left_over(self) -> EpisodesBySample:
-        return self._left_over
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds
 
     def _gathered(self, results: Mapping[int, Mapping[int, ServerResponse]]) -> dict[int, Episode]:
         """All ranks' responses, joined with those known before; collective."""
         assert self._in_flight is not None
         requests = self._requests
-        self._seconds = self._in_flight.seconds
+        self.seconds = self._in_flight.seconds
         mine = {row: answer for part in results.values() for row, answer in part.items()}
         found = add_answers(self._found, mine, self._request, self._routing, requests.world)
         self._stragglers.answered.close()
@@ -197,13 +194,49 @@ class SGLangGeneration:
             self._in_flight.abort()
 
 
-def _check_answers(
-    url: str, answers: Sequence[ServerResponse], version: int, may_abort: bool
-) -> None:
-    """Raise ServerLost unless responses come from the current weights (others may have restarted
-    the server) and were not aborted unexpectedly."""
-    for answer in answers:
-        if answer.weight_version != str(version):
-            raise ServerLost(url, f"has weights of version {answer.weight_version}, not {version}")
-        if answer.reason == "abort" and not may_abort:
-            raise ServerLost(url, "gave up on a response")
+def take_up(
+    resumed: Mapping[int, Episode], usable: Sequence[int], homes: Mapping[int, int], world: int
+) -> dict[int, Episode]:
+    """The ``usable`` responses of an earlier request, by index in the result; collective. Finished
+    ones stay at home; those to be continued move to the ranks that will continue them."""
+    found = {key: resumed[key] for key in usable}
+    begun = [key for key in usable if found[key].is_unfinished]
+    wanted: list[list[int]] = [[] for _ in range(world)]
+    for number, key in enumerate(begun):
+        wanted[homes[key]].append(number)
+        found[key] = found[key].elsewhere(homes[key])
+    came = bring_episodes([resumed[key] for key in begun], wanted)
+    return found | {begun[number]: each for number, each in came.items()}
+
+
+def add_answers(
+    known: Mapping[int, Episode],
+    mine: Mapping[int, ServerResponse],
+    request: GenerationRequest,
+    routing: RoutingShape | None,
+    world: int,
+) -> dict[int, Episode]:
+    """Responses by ``prompt * n + sample``: those known, continued by ``mine``, and what all ranks
+    received. Collective; on every rank RuntimeError if routed experts are missing, and ValueError
+    if a log-probability is not finite."""
+    received: dict[int, Episode] = {}
+    error = None
+    for key, answer in mine.items():
+        response = answer.episode(request.sample_at(key)[0])
+        if key in known and known[key].tokens is not None:
+            response = known[key].followed_by(response)
+        # the tokens of an aborted response are routed again when it is continued
+        if routing is not None and answer.reason != "abort":
+            # all but the last token
+            tokens = len(response.prompt.token_ids) + response.length - 1
+            try:
+                experts = decode_routed_experts(answer.routed_experts, routing, tokens)
+            except RequestRefused as refused:
+                error = str(refused)
+                break
+            response = response.with_experts(experts)
+        received[key] = response
+    if routing is not None:
+        raise_on_any_rank(error, world)
+    # a response that was continued may have another home than its beginning
+    return {**known, **gather_episodes(received, request, world)}

@@ -20,11 +20,8 @@ MAX_ANSWER_BYTES = 2 << 30
 
 
 class RequestRefused(RuntimeError):
-    """The server rejected the request; a repetition would be rejected too.
-
-    Args:
-        status: HTTP status; None if the content of a successful answer gives the reason.
-    """
+    """The server rejected the request; a repetition would be rejected too. ``status``: of HTTP;
+    None if the content of a successful answer gives the reason."""
 
     def __init__(self, why: str, status: int | None = None) -> None:
         super().__init__(why)
@@ -44,11 +41,7 @@ class ServerLost(ConnectionError):
 
 class JsonClient:
     """Sends JSON to ``http://host:port`` and reads JSON, with ``api_key`` as a bearer token.
-
-    Attributes:
-        timeout_s: for connecting, and from the request to the end of the answer, in seconds;
-            may be changed between requests.
-    """
+    ``timeout_s``: for connecting, and from the request to the end of the answer."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
         if problem := url_problem(url):
@@ -63,6 +56,10 @@ class JsonClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._idle: deque[http.client.HTTPConnection] = deque()
 
+    def get(self, path: str, timeout_s: float | None = None) -> Any:
+        """Return the answer to a GET; raises as ``post``."""
+        return self.post(path, None, timeout_s, method="GET")
+
     def post(
         self,
         path: str,
@@ -70,6 +67,7 @@ class JsonClient:
         timeout_s: float | None = None,
         progress_at: Callable[[], float] | None = None,
         parse: Callable[[bytes], Any] = parse_answer,
+        method: str = "POST",
     ) -> Any:
         """POST ``body`` as JSON and return the answer.
 
@@ -82,21 +80,7 @@ class JsonClient:
             RequestRefused: status 4xx.
             ServerLost: any other failure; the request may be repeated on another server.
         """
-        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at, parse)
-
-    def get(self, path: str, timeout_s: float | None = None) -> Any:
-        """Return the answer to a GET; raises as ``post``."""
-        return self._call("GET", path, None, timeout_s)
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: str | None,
-        timeout_s: float | None,
-        progress_at: Callable[[], float] | None = None,
-        parse: Callable[[bytes], Any] = parse_answer,
-    ) -> Any:
+        text = json.dumps(body or {}) if method == "POST" else None
         limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
             connection = None if fresh else self._kept()
@@ -106,9 +90,9 @@ class JsonClient:
                 bounded(connection, limit, MAX_ANSWER_BYTES, progress_at).timeout = limit
                 if connection.sock is not None:
                     connection.sock.settimeout(limit)
-                connection.request(method, self._parts.path + path, body, self._headers)
+                connection.request(method, self._parts.path + path, text, self._headers)
                 answer = connection.getresponse()
-                text = read_body(answer, MAX_ANSWER_BYTES)
+                content = read_body(answer, MAX_ANSWER_BYTES)
             except (ConnectionResetError, BrokenPipeError) as error:
                 # the server may have closed a kept-alive connection: try once with a new one
                 connection.close()
@@ -122,7 +106,7 @@ class JsonClient:
                 raise ServerLost(self.url, f"{path}: {why}") from error
             else:
                 self._idle.append(connection)
-                return self._read(path, answer.status, text, parse)
+                return self._read(path, answer.status, content, parse)
         raise AssertionError("unreachable")
 
     def _kept(self) -> http.client.HTTPConnection | None:

@@ -23,13 +23,7 @@ from mppo.models.families.activations import ACTIVATIONS, activation_key
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig
 from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
-from mppo.weights.shape import (
-    MLA_FAMILIES,
-    ModelShape,
-    family_like,
-    model_shape,
-    rope_parameters,
-)
+from mppo.weights.shape import MLA_FAMILIES, ModelShape, family_like, model_shape, rope_parameters
 
 _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -238,12 +232,8 @@ def _layer_differences(
         yield "head_dim", shape.head_dim, f"gives the heads of a {family} width {width}", ""
     cap = getattr(hf_config, "final_logit_softcapping", None)
     if (cap or None) != (actor.final_logit_softcap or None):
-        yield (
-            "final_logit_softcapping",
-            cap,
-            f"caps the logits, while the actor's {family} does not",
-            "",
-        )
+        why = f"caps the logits, while the actor's {family} does not"
+        yield "final_logit_softcapping", cap, why, ""
 
 
 def _window_differences(
@@ -267,12 +257,8 @@ def _unknown_settings(hf_config: Any, served: Served) -> Iterator[Difference]:
     for key, neutral in served.reads.items():
         value = getattr(hf_config, key, None)
         if value is not None and value != neutral:
-            yield (
-                key,
-                value,
-                f"applies it in a {hf_config.model_type}, while the actor has no such setting",
-                "",
-            )
+            why = f"applies it in a {hf_config.model_type}, while the actor has no such setting"
+            yield key, value, why, ""
 
 
 def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[ConfigIssue]:
@@ -288,9 +274,8 @@ def _cap_issues(recipe: Recipe, actor: FamilyConfig, on_cpu: bool) -> Iterator[C
             yield ConfigIssue(f"rollout.server_args.{key}", backend, f"this backend {why}", fix)
     if cap and on_cpu and _BACKEND_KEYS[0] not in backends:
         why = f"SGLang's attention backend on a CPU, {CPU_BACKEND}, {why}"
-        yield ConfigIssue(
-            "rollout.name", "sglang", why, "run on GPUs, or set rollout.name to local"
-        )
+        fix = "run on GPUs, or set rollout.name to local"
+        yield ConfigIssue("rollout.name", "sglang", why, fix)
 
 
 def _delta_issues(recipe: Recipe, on_cpu: bool) -> Iterator[ConfigIssue]:

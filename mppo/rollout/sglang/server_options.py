@@ -141,11 +141,8 @@ def sleeping_environment(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def launch_command(options: Mapping[str, Any]) -> list[str]:
-    """SGLang's command line.
-
-    The options, key included, are in a file that only this user can read, in this process's
-    temporary folder: the process table must not show the key.
-    """
+    """SGLang's command line. The options, key included, are in a file that only this user can read:
+    the process table must not show the key."""
     config = own_folder() / f"server_{options['port']}.yaml"
     content = {name.replace("_", "-"): value for name, value in options.items()}
     private_file(config, yaml.safe_dump(content))
@@ -162,12 +159,8 @@ def own_server(
     broadcasts: bool = False,
     random_seed: Callable[[], int] | None = None,
 ) -> ServerProcess:
-    """A server process, not yet started.
-
-    Args:
-        broadcasts: the server receives weights by ``rollout.sync=distributed``.
-        random_seed: the seed of SGLang's random numbers at each start; None: SGLang draws one.
-    """
+    """A server process, not yet started. ``broadcasts``: it receives weights by
+    ``rollout.sync=distributed``; ``random_seed``: of each start, None: SGLang draws one."""
 
     def command(port: int) -> list[str]:
         # SGLang would pick this port from the ephemeral range, long before it listens on it
@@ -187,7 +180,7 @@ def own_server(
 
 
 def is_ours(api: SGLangApi) -> bool:
-    """Return whether the client's server is up, and not another program on the same port."""
+    """Whether the client's server is up, and not another program on the same port."""
     try:
         return api.is_up() and api.accepts_key() is True
     except RequestRefused:

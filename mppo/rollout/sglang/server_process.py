@@ -51,13 +51,7 @@ def _mapped(pid: int) -> set[Path]:
 
 class ServerProcess:
     """One server under a guard, in its own process group; the guard kills the group when this
-    process ends for any reason.
-
-    Args:
-        command: returns the command line for a port.
-        environment: all environment variables of the server.
-        is_up: returns whether the server answers at a port.
-    """
+    process ends for any reason. ``command`` and ``is_up`` take the server's port."""
 
     def __init__(
         self,
@@ -81,7 +75,6 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process; does not wait until the server answers."""
         assert self._process is None, "already started"
         self.port = free_port()
         guard = [sys.executable, "-m", "mppo.supervision.server_guard", str(os.getpid())]
@@ -126,11 +119,8 @@ class ServerProcess:
                 raise ServerError(f"{self.name} ended while starting{why}")
             tick()  # the wait has its own limit
             time.sleep(_POLL_S)
-        self._note_shared_memory()
-
-    def _note_shared_memory(self) -> None:
-        """Note the server's shared memory for removal: a killed server leaves it behind."""
         assert self._process is not None
+        # a killed server leaves its shared memory behind
         for process in (self._process.pid, *_descendants(self._process.pid)):
             for path in _mapped(process):
                 note(path)
@@ -139,21 +129,22 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def _logged(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
     def _was_killed(self) -> bool:
-        """Return whether a signal ended the server or its guard, so that a restart may succeed."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        """Whether a signal ended the server or its guard, so that a restart may succeed."""
+        lines = self._logged()
         return not (lines and _EXITED.fullmatch(lines[-1]))
 
     def _refused_options(self) -> str:
         """The server's message about options it does not accept, without the list of options."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        said = [match[1] for line in lines if (match := _BAD_OPTION.match(line))]
+        said = [match[1] for line in self._logged() if (match := _BAD_OPTION.match(line))]
         return f": {said[-1]}" if said else ""
 
     def last_output(self) -> str:
         """The end of the log, for error messages."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        tail = "\n  ".join(lines[-_TAIL_LINES:])
+        tail = "\n  ".join(self._logged()[-_TAIL_LINES:])
         return f"; the end of {self.log}:\n  {tail}" if tail else f"; {self.log} is empty"
 
     def stop(self) -> None:

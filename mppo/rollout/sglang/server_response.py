@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.prompt import Prompt
+from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.safety.foreign_text import quoted
 from mppo.safety.input_error import InputError
 
@@ -57,8 +58,11 @@ class ServerResponse:
         tokens = EpisodeTokens(self.tokens, self.logprobs)
         return Episode.sampled(prompt, tokens, self.reason, int(self.weight_version))
 
-    def fault(self, max_tokens: int, vocab_size: int) -> str | None:
-        """Why no engine that samples ``max_tokens`` from the model returns this; None: one may."""
+    def fault(self, max_tokens: int, vocab_size: int, version: int) -> str | None:
+        """Why no engine that samples ``max_tokens`` from the model with the weights of ``version``
+        returns this; None: one may."""
+        if self.weight_version != str(version):
+            return f"has weights of version {self.weight_version}, not {version}"
         if len(self.tokens) > max_tokens:
             return f"returned {len(self.tokens)} tokens, {max_tokens} were asked for"
         if len(self.tokens) and (largest := int(self.tokens.max())) >= vocab_size:
@@ -66,6 +70,34 @@ class ServerResponse:
         if (self.logprobs > _ROUNDING).any():
             return f"returned a probability above 1 (log-probability {float(self.logprobs.max())})"
         return None
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """Routed experts of a token: ``experts`` of them in each of ``layers`` layers."""
+
+    layers: int
+    experts: int
+
+
+def routing_shape(hf_config: Any) -> RoutingShape:
+    return RoutingShape(hf_config.num_hidden_layers, hf_config.num_experts_per_tok)
+
+
+def decode_routed_experts(answer: bytes | None, shape: RoutingShape, tokens: int) -> Tensor:
+    """The routed experts of one response, int16 ``[tokens, layers, k]``; RequestRefused if the
+    server sent none, or a wrong number of them."""
+    if answer is None:
+        raise RequestRefused(
+            "the server returned no routed experts: start it with --enable-return-routed-experts"
+        )
+    values = torch.frombuffer(bytearray(answer), dtype=torch.int32)
+    if len(values) != tokens * shape.layers * shape.experts:
+        raise RequestRefused(
+            f"{len(values)} routed experts for {tokens} tokens, {shape.layers} layers and "
+            f"{shape.experts} experts per token"
+        )
+    return values.to(torch.int16).view(tokens, shape.layers, shape.experts)
 
 
 def parse_responses(text: bytes) -> list[ServerResponse]:

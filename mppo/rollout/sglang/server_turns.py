@@ -15,8 +15,7 @@ from mppo.config.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
-from mppo.rollout.sglang.routed_experts import RoutingShape, decode_routed_experts
-from mppo.rollout.sglang.server_response import ServerResponse
+from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 
 
@@ -72,10 +71,7 @@ class ServerTurns:
         parameters = sampling_parameters(sampling, request.max_tokens, stops)
         routed = self._routing is not None
         (answer,) = api.generate([request.token_ids.tolist()], parameters, routed)
-        if answer.weight_version != str(self._version):
-            why = f"has weights of version {answer.weight_version}, not {self._version}"
-            raise ServerLost(api.url, why)
-        if fault := answer.fault(request.max_tokens, self._vocab_size):
+        if fault := answer.fault(request.max_tokens, self._vocab_size, self._version):
             raise ServerLost(api.url, fault)
         answer = answer.with_final_reason(stops)
         found = answer.tokens, answer.logprobs, answer.reason

@@ -13,35 +13,26 @@ from mppo.models.families.architectures import MLA_NORM_EPSILON
 _INNER_NORMS = (".q_a_layernorm", ".kv_a_layernorm")
 
 
-def _set_inner_epsilon(model: nn.Module) -> None:
-    """Replace SGLang's ``rms_norm_eps`` in these norms; its kernels read the attribute set here."""
-    for name, module in model.named_modules():
-        if name.endswith(_INNER_NORMS):
-            cast("Any", module).variance_epsilon = MLA_NORM_EPSILON
-
-
-class DeepseekV2ForCausalLM(deepseek_v2.DeepseekV2ForCausalLM):
-    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
+class _InnerEpsilon(nn.Module):
+    """Sets ``MLA_NORM_EPSILON``, which see, in place of SGLang's ``rms_norm_eps``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _set_inner_epsilon(self)
+        for name, module in self.named_modules():
+            if name.endswith(_INNER_NORMS):  # SGLang's kernels read the attribute
+                cast("Any", module).variance_epsilon = MLA_NORM_EPSILON
 
 
-class DeepseekV3ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
-    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _set_inner_epsilon(self)
+class DeepseekV2ForCausalLM(_InnerEpsilon, deepseek_v2.DeepseekV2ForCausalLM):
+    pass
 
 
-class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
-    """See ``mppo.models.families.architectures.MLA_NORM_EPSILON``."""
+class DeepseekV3ForCausalLM(_InnerEpsilon, deepseek_v2.DeepseekV3ForCausalLM):
+    pass
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _set_inner_epsilon(self)
+
+class Glm4MoeLiteForCausalLM(_InnerEpsilon, glm4_moe_lite.Glm4MoeLiteForCausalLM):
+    pass
 
 
 EntryClass = [DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM]

@@ -26,7 +26,21 @@ _POLL_S = 0.0005
 _MOST_SERVERS = 256
 
 
-class DistributedTransport:
+class KeepsFailure:
+    """Keeps the first failure of an update, whose stream goes on: producing it is collective."""
+
+    _failure: Exception | None = None
+
+    def _try(self, step: Callable[[], object]) -> None:
+        """Run a step unless an earlier one failed."""
+        if self._failure is None:
+            try:
+                step()
+            except Exception as error:
+                self._failure = error
+
+
+class DistributedTransport(KeepsFailure):
     """Broadcasts weights from the first training rank to all ranks of all servers, one broadcast
     per bucket and dtype. ``address`` is this machine's, reachable from the servers' machines."""
 
@@ -45,21 +59,19 @@ class DistributedTransport:
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._version = 0
-        self._failure: Exception | None = None
         self._pool = ThreadPoolExecutor(_MOST_SERVERS, thread_name_prefix="weight-sync")
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
         """See ``WeightTransport``. ``servers`` holds all servers on rank 0, none on other ranks."""
         self._servers, self._version, self._failure = servers, version, None
-        if not servers:
-            return
-        try:
-            if [api.url for api in servers.values()] != [api.url for api in self._joined]:
-                self._leave()
-                self._join()
-            self._call_all(lambda api: api.begin_update())
-        except Exception as error:
-            self._failure = error
+        if servers:
+            self._try(self._begin)
+
+    def _begin(self) -> None:
+        if [api.url for api in self._servers.values()] != [api.url for api in self._joined]:
+            self._leave()
+            self._join()
+        self._call_all(lambda api: api.begin_update())
 
     def _call_all(self, call: Callable[[SGLangApi], object]) -> None:
         for future in [self._pool.submit(call, api) for api in self._servers.values()]:
@@ -94,9 +106,8 @@ class DistributedTransport:
         """Run a step that blocks until every server joins it by one of ``calls``; raises their
         errors, or RuntimeError after ``timeout_s``.
 
-        The step runs in a thread of its own, which is abandoned if a server fails or is late. The
-        first broadcast blocks too: with NCCL it creates the communicator, in a call that cannot be
-        interrupted.
+        The step runs in a thread, which is abandoned if a server fails or is late. The first
+        broadcast blocks too: with NCCL it creates the communicator, which cannot be interrupted.
         """
         outcome: Future[T] = Future()
 
@@ -124,13 +135,8 @@ class DistributedTransport:
         return outcome.result()
 
     def send(self, bucket: WeightBucket) -> None:
-        if not self._servers or self._failure is not None:
-            return
-        try:
-            for part in bucket.by_dtype():
-                self._broadcast(part)
-        except Exception as error:
-            self._failure = error
+        if self._servers:
+            self._try(lambda: [self._broadcast(part) for part in bucket.by_dtype()])
 
     def _broadcast(self, part: WeightBucket) -> None:
         assert self._group is not None
@@ -161,11 +167,8 @@ class DistributedTransport:
             load.result()
 
     def close(self) -> None:
-        if self._servers and self._failure is None:
-            try:
-                self._call_all(lambda api: api.end_update())
-            except Exception as error:
-                self._failure = error
+        if self._servers:
+            self._try(lambda: self._call_all(lambda api: api.end_update()))
         if self._failure is not None:
             self._leave()
             raise self._failure

@@ -28,8 +28,6 @@ from mppo.rollout.transport.checked_load import BYTES, TABLE, bucket_table, tens
 from mppo.safety.temporary import SHARED_MEMORY, note
 from mppo.weights.bucket import ALIGNMENT, BucketLayout, WeightBucket
 
-_DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
-
 
 @contextmanager
 def _shared_by_file_name() -> Iterator[None]:
@@ -69,10 +67,8 @@ class SharedBuffer:
         return self._bytes[: self._used]
 
     def fill(self, bucket: WeightBucket) -> None:
-        self._reserve(bucket.layout.nbytes)
-        self._used, self.layout = bucket.layout.nbytes, bucket.layout
-        self.content.copy_(bucket.content)
-        self._synchronize()
+        self.fill_bytes([bucket.content])
+        self.layout = bucket.layout
 
     def fill_bytes(self, parts: Sequence[Tensor]) -> list[int]:
         """Copy uint8 tensors into the buffer, end to end; return the first byte of each. Every
@@ -85,13 +81,9 @@ class SharedBuffer:
         for begin, part in zip(begins, parts, strict=True):
             self._bytes[begin : begin + len(part)].copy_(part)
         self._used, self.layout = total, BucketLayout((), 0)
-        self._synchronize()
-        return begins
-
-    def _synchronize(self) -> None:
-        """Finish the copy before another process reads the buffer."""
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize()  # before another process reads the buffer
+        return begins
 
     def _reserve(self, size: int) -> None:
         if size <= self._bytes.numel():
@@ -127,13 +119,8 @@ class SharedBuffer:
         return _pickled({"flattened_tensor": _Handle(self.content), "metadata": metadata})
 
     def own_payload(self, report: Path, single_rank: bool, checked: bool) -> str:
-        """A handle to the bucket for ``mppo.rollout.transport.checked_load``.
-
-        Args:
-            report: file to which the server writes errors.
-            single_rank: the server has one rank, so its tensors are not sharded.
-            checked: add checksums, which the server verifies.
-        """
+        """A handle to the bucket for ``checked_load``, see its ``bucket_table``; ``checked``: with
+        checksums."""
         checksums = None
         if checked:
             content, places = self.content, self.layout.places
@@ -163,15 +150,9 @@ class _Handle:
 
     def __reduce__(self) -> tuple:
         rebuild, reduced = reductions.reduce_tensor(self._tensor)
-        arguments = cast("tuple[Any, ...]", reduced)  # its length depends on the device
+        arguments = cast("tuple[Any, ...]", reduced)  # those of rebuild_cuda_tensor on a GPU
         if self._tensor.device.type != "cpu":
-            number = arguments[_DEVICE_ARGUMENT]
-            uuid = str(
-                torch.get_device_module(self._tensor.device).get_device_properties(number).uuid
-            )
-            arguments = (
-                *arguments[:_DEVICE_ARGUMENT],
-                uuid,
-                *arguments[_DEVICE_ARGUMENT + 1 :],
-            )
+            before, number, after = arguments[:6], arguments[6], arguments[7:]
+            module = torch.get_device_module(self._tensor.device)
+            arguments = (*before, str(module.get_device_properties(number).uuid), *after)
         return rebuild, arguments

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,32 +50,38 @@ def tensor_checksum(flat: Tensor) -> Checksum:
 def bucket_table(
     layout: BucketLayout, checksums: Sequence[Checksum] | None, report: Path, single_rank: bool
 ) -> Tensor:
-    """The table of a bucket, as JSON bytes: uint8 on the CPU.
+    """The table of a bucket. ``checksums``: one per tensor, in the layout's order; None: the server
+    verifies nothing. ``single_rank``: the server has one rank, so its tensors are not sharded."""
+    return json_table(report, single_rank=single_rank, layout=layout.to_json(), checksums=checksums)
 
-    Args:
-        checksums: one per tensor, in the layout's order; None: the server verifies nothing.
-        report: file for errors.
-        single_rank: the server has one rank, so its tensors are not sharded.
-    """
-    content = {
-        "report": str(report),
-        "single_rank": single_rank,
-        "layout": layout.to_json(),
-        "checksums": checksums,
-    }
-    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+def json_table(report: Path, **content: Any) -> Tensor:
+    """A table for ``load_reported``, as JSON bytes: uint8 on the CPU."""
+    text = json.dumps({"report": str(report), **content})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket; errors are written to the report."""
-    received = dict(named_tensors)
-    table = json.loads(received[TABLE].cpu().numpy().tobytes())
-    try:
-        bucket = WeightBucket(BucketLayout.from_json(table["layout"]), received[BYTES])
+
+    def step(table: dict[str, Any], content: Tensor) -> None:
+        bucket = WeightBucket(BucketLayout.from_json(table["layout"]), content)
         if table["checksums"] is None:
             _load_weights(model, bucket)
         else:
             _load_checked(model, bucket, table["checksums"], table["single_rank"])
+
+    load_reported(named_tensors, step)
+
+
+def load_reported(
+    named_tensors: list[tuple[str, Tensor]], step: Callable[[dict[str, Any], Tensor], None]
+) -> None:
+    """Give ``step`` the table and the bytes; its errors are written to the table's report."""
+    received = dict(named_tensors)
+    table = json.loads(received[TABLE].cpu().numpy().tobytes())
+    try:
+        step(table, received[BYTES])
         # once the server answers, the trainer overwrites the bucket, which copies may still read
         wait_for_stream(received[BYTES].device)
     except Exception as error:

@@ -9,17 +9,15 @@ bucket.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mppo.parallel.device import wait_for_stream
-from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
+from mppo.rollout.transport.checked_load import json_table, load_reported, tensor_checksum
 from mppo.safety.input_error import InputError
 from mppo.weights.bucket import aligned
 from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, INDEX_BYTES
@@ -62,35 +60,30 @@ class MessageRow:
 
 
 def slice_table(messages: Sequence[MessageRow], report: Path) -> Tensor:
-    """The table of a bucket for one rank, as JSON bytes: uint8 on the CPU."""
+    """The table of a bucket for one rank, see ``json_table``."""
     rows = [
         (m.start, m.end, m.blocks, [list(vars(piece).values()) for piece in m.pieces])
         for m in messages
     ]
-    content = {"report": str(report), "rows": rows}
-    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return json_table(report, rows=rows)
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket; errors are written to the report."""
-    received = dict(named_tensors)
-    content = json.loads(received[TABLE].cpu().numpy().tobytes())
-    try:
+
+    def step(table: dict[str, Any], content: Tensor) -> None:
         _check_order(model)
         held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         written: list[str] = []
-        for start, end, blocks, rows in content["rows"]:
+        for start, end, blocks, rows in table["rows"]:
             message = MessageRow(start, end, blocks, [PieceRow(*row) for row in rows])
-            written += _load(held, received[BYTES][start:end], message)
+            written += _load(held, content[start:end], message)
         derived = [name for name in written if _DERIVED in name]
         if derived and hasattr(model, "post_load_weights"):
             post_load_weights = cast("Callable[..., object]", model.post_load_weights)
             post_load_weights(weight_names=derived)
-        # once the server answers, the trainer overwrites the bucket, which copies may still read
-        wait_for_stream(received[BYTES].device)
-    except Exception as error:
-        with Path(content["report"]).open("a") as report:
-            report.write(f"{type(error).__name__}: {error}\n")
+
+    load_reported(named_tensors, step)
 
 
 def _check_order(model: nn.Module) -> None:

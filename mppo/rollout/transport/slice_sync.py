@@ -6,9 +6,8 @@ head rank of a server collects the handles and sends them in one request, one pe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 
@@ -21,7 +20,6 @@ from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import tensor_checksum
 from mppo.rollout.transport.slice_load import SLICE_LOADER, MessageRow, PieceRow, slice_table
 from mppo.rollout.transport.sync import TensorTransport
-from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import Key, SliceRequest
 from mppo.weights.slices.source import Message, SliceBucket, SliceStream
 
@@ -114,11 +112,7 @@ def message_row(begin: int, message: Message, checks: Mapping[Key, tuple[int, in
 
 class SliceSync:
     """Updates servers that mppo started by slices, and records which version each server of this
-    rank holds.
-
-    Attributes:
-        request: the slices that the servers need; the role plans by it at the first update.
-    """
+    rank holds. ``request``: the slices that they need; the role plans by it at the first update."""
 
     def __init__(
         self,
@@ -146,9 +140,6 @@ class SliceSync:
         self.transport = SliceTransport(device, size, reports, files[rank], world)
         self._held: dict[int, int] = {}
         self._stream: SliceStream | None = None
-
-    def accepts(self, buckets: Iterable[WeightBucket]) -> TypeGuard[WeightSource]:
-        return isinstance(buckets, WeightSource) and buckets.slices is not None
 
     def send(self, source: WeightSource, version: int, servers: Collection[int]) -> None:
         """Send to servers of this rank the slices they lack, between ``transport.open`` and

@@ -1,4 +1,4 @@
-"""Transports of a weight stream to SGLang servers: shared memory or a folder.
+"""Transports of a weight stream to SGLang servers: shared memory or a folder, and their choice.
 
 A transport is opened, takes buckets one by one, and is closed. All ranks make these calls in the
 same order, but only head ranks send requests to servers. While a server loads one bucket, the next
@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
+from mppo.parallel.addresses import LOOPBACK, address_towards, own_address
 from mppo.parallel.collectives import all_gather_objects
 from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused
+from mppo.rollout.sglang.server_options import HOST
+from mppo.rollout.transport.broadcast import DistributedTransport, KeepsFailure
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import LOADER
 from mppo.weights.bucket import WeightBucket
 
 
 class WeightTransport(Protocol):
-    """A transport of weights to servers. Producing the stream is collective, so the failure of a
-    server does not stop it: ``close`` raises the first failure."""
+    """A transport of weights to servers. Producing the stream is collective, so a server's failure
+    does not stop it."""
 
     def open(self, servers: Mapping[int, SGLangApi], version: int) -> None:
         """Begin an update of the servers for which this rank is the head (possibly none)."""
@@ -40,12 +46,8 @@ class WeightTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until the servers have loaded every bucket, and end the update.
-
-        Raises:
-            ServerLost: a server is gone; the others may hold part of the weights.
-            Exception: any other failure since ``open``.
-        """
+        """Wait until the servers have loaded every bucket, and end the update. Raises the first
+        failure since ``open``; after ServerLost the other servers may hold part of the weights."""
         ...
 
     def stop(self) -> None:
@@ -53,7 +55,7 @@ class WeightTransport(Protocol):
         ...
 
 
-class TensorTransport:
+class TensorTransport(KeepsFailure):
     """Shared memory on one machine: servers read the trainer's memory (CUDA IPC on a GPU).
 
     Args:
@@ -81,7 +83,6 @@ class TensorTransport:
         self._servers: Mapping[int, SGLangApi] = {}
         self._version = 0
         self._turn = 0
-        self._failure: Exception | None = None
         # one thread: a server loads one bucket at a time
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
@@ -89,14 +90,6 @@ class TensorTransport:
         self._servers, self._version, self._turn, self._failure = servers, version, 0, None
         self._in_flight = [[], []]
         self._try(lambda: [api.begin_update() for api in servers.values()])
-
-    def _try(self, step: Callable[[], object]) -> None:
-        """Run a step unless an earlier one failed; keep the failure for ``close``."""
-        if self._failure is None:
-            try:
-                step()
-            except Exception as error:
-                self._failure = error
 
     def send(self, bucket: WeightBucket) -> None:
         if not self._servers and self._group is None:
@@ -156,12 +149,8 @@ class TensorTransport:
 
 
 class DiskTransport:
-    """A Hugging Face folder that the first rank writes and every server reads.
-
-    Args:
-        folder: the folder, on a file system where all servers see it under the same path.
-        hf_folder: model folder whose config and tokenizer files are copied into it.
-    """
+    """A Hugging Face folder that the first rank writes and every server reads under the same path;
+    config and tokenizer files are copied from ``hf_folder``."""
 
     def __init__(self, folder: Path, hf_folder: Path, writes: bool) -> None:
         self._root, self._hf_folder, self._writes = folder, hf_folder, writes
@@ -208,3 +197,47 @@ class DiskTransport:
     def stop(self) -> None:
         if self._writes:
             shutil.rmtree(self._root, ignore_errors=True)
+
+
+def make_transport(
+    rollout: RolloutConfig,
+    fleet: Fleet,
+    device: torch.device,
+    folder: Path,
+    hf_folder: Path,
+    rank: int,
+    world: int,
+) -> WeightTransport:
+    """The transport of whole tensors that ``rollout.sync`` names; collective."""
+    tensor_parallel = fleet.tensor_parallel
+    if rollout.sync == "disk":
+        return DiskTransport((folder / "weights").resolve(), hf_folder, writes=rank == 0)
+    if rollout.sync == "distributed":
+        return DistributedTransport(
+            device,
+            device_seam.weight_backend(),
+            tensor_parallel,
+            _address(rollout),
+            rollout.request_timeout_s,
+        )
+    group = None
+    if device.type != "cpu" and tensor_parallel > 1:
+        # one group per server: the training ranks whose GPUs it shares; all ranks create all groups
+        for first in range(0, world, tensor_parallel):
+            ranks = list(range(first, first + tensor_parallel))
+            made = cast("dist.ProcessGroup", dist.new_group(ranks))
+            group = made if rank in ranks else group
+    report = None
+    if not rollout.urls:
+        report = (folder / f"refused_{rank}.txt").resolve()
+        report.unlink(missing_ok=True)
+    checked = rollout.verify_sync == "checksum"
+    return TensorTransport(device, tensor_parallel, group, report, checked)
+
+
+def _address(rollout: RolloutConfig) -> str:
+    """The address at which servers reach this rank: loopback if all are on this machine."""
+    towards = {address_towards(urlsplit(url).hostname or HOST) for url in rollout.urls}
+    if towards <= {LOOPBACK}:
+        return HOST
+    return towards.pop() if len(towards) == 1 else own_address()
