@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mppo.config.errors import ConfigError
-from mppo.data.chat_renderer import ChatRenderer
-from mppo.data.chat_template import render_each
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.tokenizing import tokens_of
 from mppo.safety.input_error import InputError
 
@@ -26,12 +25,10 @@ class TurnText:
 
     Args:
         tokenizer: the policy's.
-        renderer: renders messages; None: each call starts a process, which takes seconds.
+        renderer: renders messages.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
         self._anchors = self._usable_anchors()
 
@@ -118,6 +115,4 @@ class TurnText:
                 "rollout.agent: the agent returned messages, but the tokenizer has no chat "
                 "template; return a text, or use a tokenizer with a chat template"
             )
-        if self._renderer is not None:
-            return self._renderer.render_each(conversations)
-        return render_each(self._tokenizer, conversations, "rollout.agent")
+        return self._renderer.render_each(conversations)

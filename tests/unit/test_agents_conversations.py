@@ -26,6 +26,7 @@ from mppo.config.load import load_recipe
 from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
@@ -410,7 +411,7 @@ def test_a_reply_may_have_an_end_with_or_without_a_reward():
 
 def test_messages_become_what_the_template_writes_between_two_turns():
     tokenizer = byte_tokenizer()
-    text = TurnText(tokenizer)
+    text = TurnText(tokenizer, ChatRenderer(tokenizer, "rollout.agent"))
     eos = tokenizer.eos_token_id
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "3"}]
     more = [{"role": "user", "content": "no"}]

@@ -7,6 +7,7 @@ import tokenizers
 import transformers
 
 from mppo.agents.turn_text import TurnText
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 
 
@@ -46,6 +47,8 @@ def test_an_agents_text_gains_no_space(kind: str) -> None:
     assert plain or "ab hi" in tokenizer.decode(
         before + tokenizer("hi", add_special_tokens=False)["input_ids"]
     )
-    found = TurnText(tokenizer).token_ids(texts, [0] * len(texts))
+    found = TurnText(tokenizer, ChatRenderer(tokenizer, "rollout.agent")).token_ids(
+        texts, [0] * len(texts)
+    )
     behind = [tokenizer.decode(before + ids).lstrip(" ") for ids in found]
     assert behind == [f"ab{text}" for text in texts]

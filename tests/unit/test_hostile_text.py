@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from contextlib import closing
 
 from random_dump import write_dump
 from rich.console import Console
@@ -15,6 +16,7 @@ from mppo.agents.turn_text import TurnText
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.data import chat_template
+from mppo.data.chat_template import ChatRenderer
 from mppo.dumps.step_dump import read_header_of
 from mppo.hub.builtin import byte_tokenizer
 from mppo.report.console import SampleRow, StepConsole
@@ -106,7 +108,9 @@ def test_a_tool_may_return_what_the_policy_wrote(tmp_path):
     said = [{"role": "tool", "content": valid_text(TEXT)}]
     assert reply.environment == said
     tokenizer = byte_tokenizer()
-    (ids,) = TurnText(tokenizer).token_ids([said], [tokenizer.eos_token_id])
+    (ids,) = TurnText(tokenizer, ChatRenderer(tokenizer, "rollout.agent")).token_ids(
+        [said], [tokenizer.eos_token_id]
+    )
     assert isinstance(ids, list)
 
 
@@ -120,7 +124,8 @@ def test_messages_that_the_template_cannot_render_end_their_own_conversation_onl
     tokenizer.chat_template = TEMPLATE
     monkeypatch.setattr(chat_template, "CPU_S", 1.0)
     says = [[{"role": "tool", "content": each}] for each in ("a", "bad", "b", "long", "c")]
-    found = TurnText(tokenizer).token_ids([*says, "text"], [0] * 6)
+    with closing(ChatRenderer(tokenizer, "rollout.agent")) as renderer:
+        found = TurnText(tokenizer, renderer).token_ids([*says, "text"], [0] * 6)
     texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in found]
     assert [texts[i] for i in (0, 2, 4, 5)] == ["a", "b", "c", "text"]
     assert "its messages cannot be rendered" in texts[1]
