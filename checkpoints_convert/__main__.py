@@ -34,14 +34,8 @@ BARRIER_TIMEOUT_S = 24 * 3600.0
 
 @redacted_output()
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool.
-
-    Args:
-        argv: arguments; None: those of the process.
-
-    Returns:
-        Exit status: 0 success, 1 verification found differences, 2 invalid input or disk error.
-    """
+    """Run the tool; exit status 0, 1 if verification found differences, 2 for invalid input or a
+    disk error."""
     arguments = _parser().parse_args(argv)
     for folder in (getattr(arguments, name) for name in _READ[arguments.command]):
         if not folder.exists():

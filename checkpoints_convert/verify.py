@@ -34,24 +34,13 @@ class Compared:
 def verify(
     hf: Path, megatron: Path, ranks: Ranks, logits: bool = False, checksums: bool = False
 ) -> tuple[int, str]:
-    """Compare every tensor in Hugging Face coordinates. Collective.
+    """Compare every tensor in Hugging Face coordinates; return the exit status (0 equal, 1
+    different) and a report. Collective. ValueError: an input is invalid.
 
     Buffers are filled with NaNs before the checkpoint is read into them, so that a gap in the
     checkpoint becomes a difference. Every tensor of the architecture or the folder is either
-    compared, or reported as missing on one side, or a known extra of the folder.
-
-    Args:
-        hf: the folder.
-        megatron: the checkpoint.
-        ranks: the processes that share the work.
-        logits: also run both models and compare logits; every process builds the complete model.
-        checksums: list a checksum per tensor.
-
-    Returns:
-        Exit status (0 equal, 1 different) and a report for the user.
-
-    Raises:
-        ValueError: an input is invalid.
+    compared, or reported as missing on one side, or a known extra of the folder. With ``logits``
+    every process builds both complete models.
     """
     shape = read_shape(hf)
     source = HFFolder(hf)
