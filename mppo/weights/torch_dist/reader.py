@@ -10,8 +10,7 @@ from mppo.safety.input_error import InputError
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Stretch, matrix
 from mppo.weights.table import Entry, Table
-from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.coverage import check_complete, needed_shape
+from mppo.weights.torch_dist.contents import Chunk, GlobalTensor, check_complete, needed_shape
 from mppo.weights.torch_dist.format import locate
 from mppo.weights.torch_dist.keys import place
 
@@ -53,14 +52,7 @@ class CheckpointReader:
         self._checked: set[str] = set()
 
     def entries(self) -> Iterable[Entry]:
-        """Yield the entries to read; a value model has no vocabulary projection."""
-        value = self.table.value_entry()
-        has_value = self._find(value) is not None
-        for entry in self.table.entries():
-            if not (has_value and entry.row.where == "output" and self._find(entry) is None):
-                yield entry
-        if has_value:
-            yield value
+        return self.table.stored_entries(lambda entry: self._find(entry) is not None)
 
     def dtype(self, entry: Entry) -> torch.dtype:
         return self._tensor(entry)[1].dtype
