@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import config_error
 from mppo.config.sections.data import DataConfig
 from mppo.data.content import content_of
 from mppo.data.rows import read_rows
@@ -29,7 +29,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     odd = next((row for row in rows if not isinstance(row.prompt, str)), None)
     if odd is not None:
         why, fix = f"{odd.where} holds no text in this column", "name the column of the text"
-        raise ConfigError([ConfigIssue("data.ptx_key", data.ptx_key, why, fix)])
+        raise config_error("data.ptx_key", data.ptx_key, why, fix)
     limit = data.max_prompt_length + data.max_response_length
     encoded = tokens_of(tokenizer, [str(row.prompt) for row in rows])
     eos = eos_id(tokenizer)
@@ -40,7 +40,7 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
             kept.append(Prompt(len(kept), torch.tensor(document[:limit]), row.data_source, "", ""))
     if not kept:
         why, fix = "no document has two tokens", "give files with longer texts"
-        raise ConfigError([ConfigIssue("data.ptx_files", list(data.ptx_files), why, fix)])
+        raise config_error("data.ptx_files", list(data.ptx_files), why, fix)
     truncated = sum(len(ids) + 1 > limit for ids in encoded)
     content = content_of("data.ptx_files", list(data.ptx_files), rows)
     return PromptSet(tuple(kept), len(rows) - len(kept), truncated, contents=(content,))

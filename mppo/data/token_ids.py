@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import config_error
 from mppo.config.schema import Recipe
 from mppo.weights.shape import model_shape
 
@@ -31,4 +31,4 @@ def check_token_ids(
             key, value = ("model.tokenizer_path", given) if given else (role.path_key, role.path)
             why = f"a prompt has the token id {largest}, the model of {role.name} {vocabulary} ids"
             fix = "leave it out: the model has its own" if given and own else "give a model with it"
-            raise ConfigError([ConfigIssue(key, value, why, fix)])
+            raise config_error(key, value, why, fix)

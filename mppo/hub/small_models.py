@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mppo.hub.builtin import BOS, EOS, PAD, VOCAB, byte_tokenizer, cache_folder, written_once
+from mppo.hub.builtin import (
+    BOS,
+    EOS,
+    PAD,
+    VOCAB,
+    cache_folder,
+    definition_hash,
+    save_random_model,
+    written_once,
+)
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,8 +31,7 @@ SIZES = {
 def cached_small_model(plain: Mapping[str, Any]) -> Path:
     """The folder, in Hugging Face form, of a small model in the cache, written if it is missing.
     Several processes may call this at the same time; ``plain``: content of a config.json."""
-    definition = json.dumps([dict(plain), SIZES, VOCAB], sort_keys=True)
-    digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
+    digest = definition_hash([dict(plain), SIZES, VOCAB])
     folder = cache_folder() / f"small-{plain['model_type']}-{digest}"
     return written_once(folder, lambda unfinished: write_small_model(plain, unfinished))
 
@@ -33,22 +39,11 @@ def cached_small_model(plain: Mapping[str, Any]) -> Path:
 def write_small_model(plain: Mapping[str, Any], folder: Path) -> None:
     """Write a model with a config's family, head and options, but small sizes, and a byte
     tokenizer."""
-    import torch
-    import transformers as hf
-
     small = {**plain, **{k: min(v, plain[k]) for k, v in SIZES.items() if plain.get(k) is not None}}
     if "num_key_value_heads" in plain:
         grouped = plain["num_key_value_heads"] < plain["num_attention_heads"]
         small["num_key_value_heads"] = 2 if grouped else small["num_attention_heads"]
     tokens = zip(("pad", "bos", "eos"), (PAD, BOS, EOS))
     small |= {f"{kind}_token_id": VOCAB.index(token) for kind, token in tokens}
-    (architecture,), kind = small.pop("architectures"), small.pop("model_type")
-    config = hf.AutoConfig.for_model(kind, **small)
-    scores = architecture.endswith("ForSequenceClassification")
-    auto = hf.AutoModelForSequenceClassification if scores else hf.AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = auto.from_config(config, dtype=torch.float32)
-    hf.utils.logging.disable_progress_bar()  # one bar per rank, for a few kilobytes
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    (architecture,) = small.pop("architectures")
+    save_random_model(small, folder, architecture.endswith("ForSequenceClassification"))
