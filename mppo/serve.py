@@ -21,8 +21,8 @@ from pathlib import Path
 from mppo.config.errors import ConfigError, config_error
 from mppo.config.variables import unknown_variables
 from mppo.parallel.launch import quiet_libraries
-from mppo.safety.private import PRIVATE
 from mppo.safety.redact import redacted_output
+from mppo.safety.temporary import PRIVATE
 
 # modules that import torch are imported inside functions: --help needs none of them
 

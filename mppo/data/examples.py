@@ -1,8 +1,12 @@
-"""Plain text for the pretraining loss (PPO-ptx), one document per row."""
+"""Examples of other losses: documents for pretraining (PPO-ptx), and right answers for the
+supervised warm start (SFT) of a model with random weights."""
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.prompt import Prompt
@@ -13,6 +17,9 @@ from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
 from mppo.hub.tokenizing import tokens_of
+
+SupervisedExample = tuple[Tensor, Tensor]
+"""Prompt tokens, and answer tokens with the end-of-sequence token at their end."""
 
 
 def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -44,3 +51,24 @@ def load_documents(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Prom
     truncated = sum(len(ids) + 1 > limit for ids in encoded)
     content = content_of("data.ptx_files", list(data.ptx_files), rows)
     return PromptSet(tuple(kept), len(rows) - len(kept), truncated, contents=(content,))
+
+
+def supervised_examples(
+    prompt_set: PromptSet, tokenizer: PreTrainedTokenizerBase, n: int, seed: int
+) -> list[SupervisedExample]:
+    """Draw ``n`` examples; every prompt is used once before any is used again."""
+    random = Random(f"supervised {seed}")
+    order: list[int] = []
+    while len(order) < n:
+        epoch = list(range(len(prompt_set)))
+        random.shuffle(epoch)
+        order += epoch
+    chosen = [prompt_set.prompts[index] for index in order[:n]]
+    if not chosen:
+        return []
+    answers = tokens_of(tokenizer, [prompt.ground_truth for prompt in chosen], special=False)
+    eos = eos_id(tokenizer)
+    return [
+        (prompt.token_ids, torch.tensor([*answer_ids, eos], dtype=torch.int32))
+        for prompt, answer_ids in zip(chosen, answers)
+    ]
