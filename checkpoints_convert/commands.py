@@ -79,7 +79,7 @@ def hf_to_megatron(
     companion_files(hf)
     source = HFFolder(hf)
     building = partial_path(megatron)
-    plan, index = plan_megatron(source, shape, building / RELEASE, dtype, keep_extra, ranks.share)
+    plan, index = plan_megatron(source, shape, building / RELEASE, dtype, keep_extra, ranks)
     sizes = {file.name: size for file, (_, size) in plan.files.items()}
     fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, sizes)
     run_plan(plan, building, ranks, fingerprint)
@@ -121,7 +121,7 @@ def megatron_to_hf(
     building = partial_path(hf)
     extra = folder / EXTRA_FILE
     plan, places = plan_hf(
-        checkpoint, shape, building, dtype, extra if extra.exists() else None, ranks.share,
+        checkpoint, shape, building, dtype, extra if extra.exists() else None, ranks,
         max_shard_bytes,
     )  # fmt: skip
     stamp = (folder / ".metadata").stat().st_mtime_ns

@@ -6,9 +6,10 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 from mppo.weights.hf.output_folder import create_files
 from mppo.weights.hf.transfer import Copier
@@ -21,16 +22,12 @@ LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The processes that share the work; ``barrier`` waits for all of them."""
+class Ranks(Share):
+    """The processes that share the work, and this one's share of it."""
 
-    rank: int
-    world: int
-    barrier: Callable[[], object]
-
-    @property
-    def share(self) -> Share:
-        return Share(self.rank, self.world)
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
 
 
 def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> None:

@@ -6,10 +6,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
+from mppo.parallel.collectives import all_gather_objects
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Copier, CopyTask
@@ -47,7 +46,8 @@ def verify(
     extras = set(known_extras(source, shape))
     folder, _ = find_checkpoint(megatron, hf)
     reader = CheckpointReader(read_checkpoint(folder), parameter_table(shape))
-    compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
+    parts = all_gather_objects(_compare(source, reader, shape.kv_heads, ranks), ranks.world)
+    compared = [item for part in parts for item in part]
     names = {item.name for item in compared}
     assert len(names) == len(compared)
     expected = {name for entry in reader.entries() for name in entry.hf}
@@ -109,11 +109,3 @@ def _checksum(copier: Copier, task: CopyTask) -> int:
     for _, window in copier.windows(task, HOLE):
         value = zlib.crc32(window.data, value)
     return value
-
-
-def _gathered(compared: list[Compared], ranks: Ranks) -> list[Compared]:
-    if ranks.world == 1:
-        return compared
-    everywhere: list[list[Compared]] = [[] for _ in range(ranks.world)]
-    dist.all_gather_object(everywhere, compared)
-    return [item for part in everywhere for item in part]

@@ -140,9 +140,11 @@ class ChatRenderer:
         writer = threading.Thread(target=write, daemon=True)
         timer.start()
         writer.start()
-        lines = [line for line in islice(reads, len(requests)) if line.endswith("\n")]
-        writer.join()
-        timer.cancel()
+        try:
+            lines = [line for line in islice(reads, len(requests)) if line.endswith("\n")]
+            writer.join()
+        finally:
+            timer.cancel()
         return lines
 
     def _start(self, template: str) -> subprocess.Popen[str]:

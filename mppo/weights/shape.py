@@ -300,13 +300,9 @@ def _learned_positions(hf_config: Any) -> dict[str, int]:
 
 
 def _mla_shape(hf_config: Any) -> MLAShape:
-    return MLAShape(
-        q_lora_rank=getattr(hf_config, "q_lora_rank", None),
-        kv_lora_rank=required(hf_config, "kv_lora_rank"),
-        qk_nope_head_dim=required(hf_config, "qk_nope_head_dim"),
-        qk_rope_head_dim=required(hf_config, "qk_rope_head_dim"),
-        v_head_dim=required(hf_config, "v_head_dim"),
-    )
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {key: required(hf_config, key) for key in keys}
+    return MLAShape(getattr(hf_config, "q_lora_rank", None), **sizes)
 
 
 def _expert_sizes(hf_config: Any, like: str) -> dict[str, Any]:
