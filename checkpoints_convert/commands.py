@@ -35,12 +35,7 @@ from mppo.weights.model_folder import (
 )
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import (
-    EXTRA_FILE,
-    MegatronIndex,
-    plan_hf,
-    plan_megatron,
-)
+from mppo.weights.torch_dist.conversion import EXTRA_FILE, MegatronIndex, plan_hf, plan_megatron
 from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index
 from mppo.weights.torch_dist.reader import value_bins
 

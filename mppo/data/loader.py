@@ -72,11 +72,8 @@ class PromptLoader:
                 f"need at least one prompt and a positive batch size: "
                 f"got {len(prompt_set)} prompts, batch_size {batch_size}"
             )
-        self.prompt_set = prompt_set
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.any_content = any_content
+        self.prompt_set, self.batch_size = prompt_set, batch_size
+        self.shuffle, self.seed, self.any_content = shuffle, seed, any_content
         self.position = 0
         self._returned: list[int] = []
         self._order: tuple[int, list[int]] = (-1, [])

@@ -179,12 +179,7 @@ class _Handler(urllib.request.AbstractHTTPHandler):
 
 class _BoundedResponse(http.client.HTTPResponse):
     def __init__(
-        self,
-        sock: Any,
-        *args: Any,
-        deadline: Callable[[], float],
-        max_bytes: int,
-        **options: Any,
+        self, sock: Any, *args: Any, deadline: Callable[[], float], max_bytes: int, **options: Any
     ):
         super().__init__(sock, *args, **options)
         self.fp.close()

@@ -60,10 +60,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
 
 
 def load_weights(
-    path: str | Path,
-    chunks: Sequence[Any],
-    hf_config: Any,
-    groups: LayoutGroups,
+    path: str | Path, chunks: Sequence[Any], hf_config: Any, groups: LayoutGroups
 ) -> tuple[str, ...]:
     """Fill a role's parameters from a Hugging Face folder, of which every rank reads the slices it
     owns, or a checkpoint; collective. Returns as ``load_megatron``.

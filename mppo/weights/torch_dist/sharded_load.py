@@ -18,10 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
