@@ -111,7 +111,11 @@ def _load_source(
     rows = read(key, source, split, data.seed)
     if not rows:
         return PromptSet(())
-    texts = _render(data, key, source, tokenizer, rows, tools)
+    if data.apply_chat_template:
+        conversations = [_conversation(source, row) for row in rows]
+        texts = render_with(tokenizer, conversations, "data.apply_chat_template", tools=tools)
+    else:
+        texts = _plain_texts(key, source, rows)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokens_of(tokenizer, texts, special)
     found = _fit(data, source, rows, texts, token_ids)
@@ -161,21 +165,7 @@ def _file_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) ->
     return read_rows(files, files_key, source.prompt_key, source.answer_key, limit, source.name)
 
 
-def _render(
-    data: DataConfig,
-    key: str,
-    source: SourceConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[DataRow],
-    tools: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    if not data.apply_chat_template:
-        return _render_plain(key, source, rows)
-    conversations = [_conversation(source, row) for row in rows]
-    return render_with(tokenizer, conversations, "data.apply_chat_template", tools=tools)
-
-
-def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
+def _plain_texts(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
     issues = []
     if source.system_prompt:
         why = "a system prompt needs a chat template"
