@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from checkpoints_convert.common_state import common_state
 from mppo.weights.hf.folder import HFFolder
-from mppo.weights.hf.output_folder import create_files, open_for_offsets, plan_places, write_all
+from mppo.weights.hf.output_folder import create_files, plan_places, write_all
 from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
@@ -93,9 +93,9 @@ def measure(name: str, folder: Path) -> dict[str, object]:
     megatron.mkdir()
     create_files(plan.files)
     for task in plan.tasks.values():
-        with open_for_offsets(task.target.file) as descriptor:
-            write_all(descriptor, task.head, task.target.offset - len(task.head))
-            write_all(descriptor, task.tail, task.target.offset + task.target.nbytes)
+        with task.target.file.open("r+b", buffering=0) as stream:
+            write_all(stream.fileno(), task.head, task.target.offset - len(task.head))
+            write_all(stream.fileno(), task.tail, task.target.offset + task.target.nbytes)
     started = time.process_time()
     common = common_state(AutoConfig.from_pretrained(hf))
     write_metadata(megatron, index.tensors, index.objects, common)

@@ -34,14 +34,8 @@ BARRIER_TIMEOUT_S = 24 * 3600.0
 
 @redacted_output()
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool.
-
-    Args:
-        argv: arguments; None: those of the process.
-
-    Returns:
-        Exit status: 0 success, 1 verification found differences, 2 invalid input or disk error.
-    """
+    """Run the tool; exit status 0, 1 if verification found differences, 2 for invalid input or a
+    disk error."""
     arguments = _parser().parse_args(argv)
     for folder in (getattr(arguments, name) for name in _READ[arguments.command]):
         if not folder.exists():
@@ -50,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2
     os.environ.setdefault("MPPO_DEVICE", "cpu")
     quiet_libraries()
-    import torch  # here: --help does not need it
-
-    from checkpoints_convert.job import Ranks
+    from checkpoints_convert.job import Ranks  # here: --help does not need torch
     from mppo.parallel.process_group import process_group
     from mppo.supervision.rank_guard import RankGuard
 
@@ -61,11 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         info = discover()
         guard = RankGuard(info)
         if info.world_size == 1:
-            return _run(arguments, Ranks(0, 1, lambda: None))
+            return _run(arguments, Ranks())
         with process_group(info, BARRIER_TIMEOUT_S):
             guard.met()
-            ranks = Ranks(info.rank, info.world_size, torch.distributed.barrier)
-            return _run(arguments, ranks)
+            return _run(arguments, Ranks(info.rank, info.world_size))
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
         return 2

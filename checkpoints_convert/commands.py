@@ -35,12 +35,7 @@ from mppo.weights.model_folder import (
 )
 from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
-from mppo.weights.torch_dist.conversion import (
-    EXTRA_FILE,
-    MegatronIndex,
-    plan_hf,
-    plan_megatron,
-)
+from mppo.weights.torch_dist.conversion import EXTRA_FILE, MegatronIndex, plan_hf, plan_megatron
 from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index
 from mppo.weights.torch_dist.reader import value_bins
 
@@ -56,18 +51,13 @@ def hf_to_megatron(
     keep_extra: bool = False,
     tokenizer: bool = True,
 ) -> str:
-    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint. Collective.
+    """Convert a Hugging Face folder into a ``torch_dist`` checkpoint, which must not exist; return
+    a summary. Collective.
 
     Args:
-        hf: the folder.
-        megatron: the output; must not exist.
-        ranks: the processes that share the work.
         dtype: cast weights to this; None: as stored.
         keep_extra: store multi-token-prediction layers separately, to restore them on the way back.
         tokenizer: refuse a folder without a tokenizer.
-
-    Returns:
-        A summary for the user.
 
     Raises:
         ValueError: the input is invalid, or the output exists.
@@ -84,9 +74,7 @@ def hf_to_megatron(
     companion_files(hf)
     source = HFFolder(hf)
     building = partial_path(megatron)
-    plan, index = plan_megatron(
-        source, shape, building / RELEASE, dtype, keep_extra, ranks.share
-    )  # fmt: skip
+    plan, index = plan_megatron(source, shape, building / RELEASE, dtype, keep_extra, ranks)
     sizes = {file.name: size for file, (_, size) in plan.files.items()}
     fingerprint = fingerprint_of(_state(hf), shape, dtype, keep_extra, sizes)
     run_plan(plan, building, ranks, fingerprint)
@@ -109,22 +97,13 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> str:
-    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder. Collective.
+    """Convert a ``torch_dist`` checkpoint into a Hugging Face folder, which must not exist; return
+    a summary. Collective. Raises as ``hf_to_megatron``.
 
     Args:
         megatron: the checkpoint, or the folder of iterations above it.
-        hf: the output; must not exist.
-        ranks: the processes that share the work.
         config: folder with config.json and tokenizer; None: the one stored with the checkpoint.
         dtype: cast weights to this; None: as stored.
-        max_shard_bytes: largest size of one safetensors file.
-
-    Returns:
-        A summary for the user.
-
-    Raises:
-        ValueError: the input is invalid, or the output exists.
-        OSError: the disk is full, or failed.
     """
     started = time.monotonic()
     hf = hf.absolute()
@@ -137,7 +116,7 @@ def megatron_to_hf(
     building = partial_path(hf)
     extra = folder / EXTRA_FILE
     plan, places = plan_hf(
-        checkpoint, shape, building, dtype, extra if extra.exists() else None, ranks.share,
+        checkpoint, shape, building, dtype, extra if extra.exists() else None, ranks,
         max_shard_bytes,
     )  # fmt: skip
     stamp = (folder / ".metadata").stat().st_mtime_ns
@@ -182,11 +161,8 @@ def inspect(path: Path) -> str:
 
 
 def find_checkpoint(megatron: Path, config: Path | None) -> tuple[Path, Path]:
-    """The checkpoint folder, and the folder with its model's config.json and tokenizer.
-
-    Raises:
-        ValueError: one of them does not exist.
-    """
+    """The checkpoint folder, and the folder with its model's config.json and tokenizer; ValueError
+    if one of them does not exist."""
     megatron = weights_folder(megatron)
     folder = checkpoint_folder(megatron)
     if config is not None:
@@ -210,11 +186,8 @@ def _describe_model(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Sizes of the model that a folder's config describes.
-
-    Raises:
-        ValueError: Megatron cannot represent it (``mppo.models.families.architectures``).
-    """
+    """Sizes of the model that a folder's config describes; ValueError if Megatron cannot represent
+    it (``mppo.models.families.architectures``)."""
     from mppo.models.families.architectures import family_config
 
     config = read_model_config(folder)

@@ -25,16 +25,7 @@ def common_state(hf_config: Any) -> dict[str, object]:
     Without ``--finetune`` Megatron-LM's loader compares layers, width and heads with those of the
     run. If ``args`` is missing, its ``checkpointing.py`` of commit 699abf15 fails, and that
     of commit 0032978f does not. Megatron-LM looks for no optimizer or random state if
-    ``latest_checkpointed_iteration.txt`` contains ``release``.
-
-    Args:
-        hf_config: transformers config of the model.
-
-    Returns:
-        Plain values, and a Namespace of plain values under Megatron-LM's argument names.
-
-    Raises:
-        ValueError: as ``family_config``.
+    ``latest_checkpointed_iteration.txt`` contains ``release``. Raises as ``family_config``.
     """
     arguments = Namespace(**megatron_arguments(hf_config))
     return {"checkpoint_version": 3.0, "iteration": 0, "args": arguments}
@@ -46,12 +37,6 @@ def megatron_arguments(hf_config: Any) -> dict[str, Any]:
     They include all that Megatron-LM's ``load_args_from_checkpoint`` (``--use-checkpoint-args``,
     commit d98e8a64) reads for a GPT model, except those that are no property of the weights: the
     tokenizer's path, the dispatcher and the grouping of experts.
-
-    Args:
-        hf_config: transformers config of the model.
-
-    Raises:
-        ValueError: as ``family_config``.
     """
     family, shape = family_config(hf_config), model_shape(hf_config)
     fields = family.transformer_kwargs

@@ -6,9 +6,10 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 from mppo.weights.hf.output_folder import create_files
 from mppo.weights.hf.transfer import Copier
@@ -21,35 +22,17 @@ LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The processes that share the work.
+class Ranks(Share):
+    """The processes that share the work, and this one's share of it."""
 
-    Args:
-        rank: index of this process.
-        world: number of processes.
-        barrier: waits for all of them.
-    """
-
-    rank: int
-    world: int
-    barrier: Callable[[], object]
-
-    @property
-    def share(self) -> Share:
-        """This rank's share of a plan."""
-        return Share(self.rank, self.world)
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
 
 
 def run_plan(plan: Plan, building: Path, ranks: Ranks, fingerprint: str) -> None:
-    """Write this rank's share of a plan. Collective.
-
-    It resumes from the folder of an interrupted run of the same plan.
-
-    Args:
-        plan: the plan, its files under ``building``.
-        building: the folder under construction.
-        ranks: the processes that share the work.
-        fingerprint: identifies the plan; a folder with another fingerprint is deleted first.
+    """Write this rank's share of a plan to ``building``, which an interrupted run of the same plan
+    may have begun; one with another fingerprint is deleted first. Collective.
 
     Raises:
         ValueError: the disk has too little free space.
@@ -122,7 +105,6 @@ def _drop_torn_line(journal: Path) -> None:
 
 
 def _done(building: Path) -> set[int]:
-    """Numbers of finished tasks."""
     numbers: set[int] = set()
     for journal in building.glob(JOURNAL.format(rank="*")):
         numbers.update(int(line) for line in journal.read_text().split() if line.isdigit())
@@ -130,7 +112,6 @@ def _done(building: Path) -> set[int]:
 
 
 def _record(copier: Copier, journal: Path, finished: list[int]) -> None:
-    """Flush the data to disk, then list the finished tasks in the journal."""
     copier.flush()
     with journal.open("a") as stream:
         stream.write("".join(f"{number}\n" for number in finished))
@@ -147,7 +128,6 @@ class Progress:
         self._of = f" of rank 0 of {ranks.world}" if ranks.world > 1 else ""
 
     def add(self, nbytes: int) -> None:
-        """Count bytes, and show the line now and then."""
         self._done += nbytes
         now = time.monotonic()
         if self._reports and now - self._shown > (0.2 if self._tty else LINE_EVERY_S):
@@ -155,7 +135,6 @@ class Progress:
             self._show("\r" if self._tty else "", "" if self._tty else "\n")
 
     def end(self) -> None:
-        """Show the last line."""
         if self._reports:
             self._show("\r" if self._tty else "", "\n")
 

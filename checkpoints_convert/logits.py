@@ -31,18 +31,11 @@ TIMEOUT_S = 600.0
 
 
 def compare_logits(hf: Path, megatron: Path, ranks: Ranks) -> tuple[bool, str]:
-    """Load both in float32 on the CPU and compare logits of a few random sequences.
+    """Load both in float32 on the CPU and compare logits of a few random sequences: whether they
+    agree within ``allowed_difference`` of the largest logit, and a line for the user.
 
     Megatron's loader reads the checkpoint, so this also verifies that its keys are Megatron's.
-
-    Args:
-        hf: the Hugging Face folder.
-        megatron: the checkpoint.
-        ranks: the calling processes; loading is collective, only the first rank compares.
-
-    Returns:
-        Whether they agree within ``allowed_difference`` of the largest logit, and a line for the
-        user.
+    Loading is collective; only the first rank compares.
     """
     from mppo.models.transformers_model import load_model
 

@@ -18,19 +18,10 @@ _ACTIVATIONS = ("silu", "gelu", "relu")
 
 
 def run_config(hf_config: Any, dtype: torch.dtype | None) -> dict[str, Any] | None:
-    """The content of ``run_config.yaml``, under the names of Megatron-Bridge (commit 067f987d).
-
-    Args:
-        hf_config: transformers config of the model.
-        dtype: of the weights.
-
-    Returns:
-        A plain dictionary; None for a family that is more than Megatron's GPT model (scaled
-        embeddings, soft caps, further norms, parallel residual, OPT's positions).
-
-    Raises:
-        ValueError: as ``family_config``.
-    """
+    """The content of ``run_config.yaml`` for weights of ``dtype``, under the names of
+    Megatron-Bridge (commit 067f987d); None for a family that is more than Megatron's GPT model
+    (scaled embeddings, soft caps, further norms, parallel residual, OPT's positions). Raises as
+    ``family_config``."""
     family, shape = family_config(hf_config), model_shape(hf_config)
     if not _is_plain(family):
         return None

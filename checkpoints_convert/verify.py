@@ -6,10 +6,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
+from mppo.parallel.collectives import all_gather_objects
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Copier, CopyTask
@@ -34,31 +33,21 @@ class Compared:
 def verify(
     hf: Path, megatron: Path, ranks: Ranks, logits: bool = False, checksums: bool = False
 ) -> tuple[int, str]:
-    """Compare every tensor in Hugging Face coordinates. Collective.
+    """Compare every tensor in Hugging Face coordinates; return the exit status (0 equal, 1
+    different) and a report. Collective. ValueError: an input is invalid.
 
     Buffers are filled with NaNs before the checkpoint is read into them, so that a gap in the
     checkpoint becomes a difference. Every tensor of the architecture or the folder is either
-    compared, or reported as missing on one side, or a known extra of the folder.
-
-    Args:
-        hf: the folder.
-        megatron: the checkpoint.
-        ranks: the processes that share the work.
-        logits: also run both models and compare logits; every process builds the complete model.
-        checksums: list a checksum per tensor.
-
-    Returns:
-        Exit status (0 equal, 1 different) and a report for the user.
-
-    Raises:
-        ValueError: an input is invalid.
+    compared, or reported as missing on one side, or a known extra of the folder. With ``logits``
+    every process builds both complete models.
     """
     shape = read_shape(hf)
     source = HFFolder(hf)
     extras = set(known_extras(source, shape))
     folder, _ = find_checkpoint(megatron, hf)
     reader = CheckpointReader(read_checkpoint(folder), parameter_table(shape))
-    compared = _gathered(_compare(source, reader, shape.kv_heads, ranks.share), ranks)
+    parts = all_gather_objects(_compare(source, reader, shape.kv_heads, ranks), ranks.world)
+    compared = [item for part in parts for item in part]
     names = {item.name for item in compared}
     assert len(names) == len(compared)
     expected = {name for entry in reader.entries() for name in entry.hf}
@@ -120,11 +109,3 @@ def _checksum(copier: Copier, task: CopyTask) -> int:
     for _, window in copier.windows(task, HOLE):
         value = zlib.crc32(window.data, value)
     return value
-
-
-def _gathered(compared: list[Compared], ranks: Ranks) -> list[Compared]:
-    if ranks.world == 1:
-        return compared
-    everywhere: list[list[Compared]] = [[] for _ in range(ranks.world)]
-    dist.all_gather_object(everywhere, compared)
-    return [item for part in everywhere for item in part]

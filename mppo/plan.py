@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue, config_error
 from mppo.config.extras import SIMULATION
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
@@ -177,24 +177,16 @@ def _plain(value: object) -> object:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a file that cannot be written."""
-    if arguments.picture is not None:
-        if arguments.picture.suffix not in _PICTURES:
-            fix = f"name a file that ends with one of {', '.join(_PICTURES)}"
-            picture = str(arguments.picture)
-            raise ConfigError([ConfigIssue("--picture", picture, "unknown kind of image", fix)])
-        _check_folder("--picture", arguments.picture)
-    if arguments.search is not None:
-        if arguments.search.exists():
-            file = str(arguments.search)
-            raise ConfigError([ConfigIssue("--search", file, "it exists", "name a new file")])
-        _check_folder("--search", arguments.search)
-
-
-def _check_folder(option: str, path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        why = f"the folder {path.parent} does not exist"
-        raise ConfigError([ConfigIssue(option, str(path), why, "make it first")])
+    picture, search = arguments.picture, arguments.search
+    if picture is not None and picture.suffix not in _PICTURES:
+        fix = f"name a file that ends with one of {', '.join(_PICTURES)}"
+        raise config_error("--picture", str(picture), "unknown kind of image", fix)
+    if search is not None and search.exists():
+        raise config_error("--search", str(search), "it exists", "name a new file")
+    for option, path in (("--picture", picture), ("--search", search)):
+        if path is not None and not path.absolute().parent.is_dir():
+            why = f"the folder {path.parent} does not exist"
+            raise config_error(option, str(path), why, "make it first")
 
 
 if __name__ == "__main__":

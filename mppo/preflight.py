@@ -117,18 +117,12 @@ def node_table(reports: Sequence[NodeReport]) -> str:
     head = ("node", "device", "GPUs", "driver", "ranks", "python", "torch", "CUDA", "free disk")
     rows = [head] + [
         (
-            report.host,
-            report.device,
-            str(report.devices),
-            report.driver or "-",
-            str(report.ranks),
-            report.python,
-            report.packages["torch"],
-            report.torch_cuda or "-",
-            f"{report.free_disk_gb:.0f} GB",
+            node.host, node.device, str(node.devices), node.driver or "-", str(node.ranks),
+            node.python, node.packages["torch"], node.torch_cuda or "-",
+            f"{node.free_disk_gb:.0f} GB",
         )
-        for report in sorted(reports, key=lambda report: report.host)
-    ]
+        for node in sorted(reports, key=lambda report: report.host)
+    ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows)
 

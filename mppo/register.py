@@ -205,9 +205,7 @@ verifier = Registry(
 )  # fmt: skip
 """See ``mppo.rewards.verifiers.Verifier``."""
 metric = Registry(
-    "metric",
-    ("experience", "calibration", "explained_by_age", "scores", "mismatch"),
-    ("data",),
+    "metric", ("experience", "calibration", "explained_by_age", "scores", "mismatch"), ("data",)
 )
 """See ``mppo.trainer.metrics.Metric``."""
 family = Families(

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.config.variables import unknown_variables
 from mppo.parallel.launch import quiet_libraries
-from mppo.safety.private import PRIVATE
 from mppo.safety.redact import redacted_output
+from mppo.safety.temporary import PRIVATE
 
 # modules that import torch are imported inside functions: --help needs none of them
 
@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not key:
             # written as an assignment, the redaction of secrets would hide it
             fix = "export what `openssl rand -hex 16` prints, here and for clients"
-            raise ConfigError(
-                [ConfigIssue(API_KEY_VARIABLE, "", "is not set", fix)], source="serve"
-            )
+            raise config_error(API_KEY_VARIABLE, "", "is not set", fix, source="serve")
         check_installed(on_cpu)
         content, environment = server_start(
             arguments.config, arguments.overrides, arguments.empty, on_cpu
@@ -89,9 +87,7 @@ def _check_address(host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         fix = "choose a free port (--port), and an address of this machine (--host)"
         why = f"cannot listen there: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(
-            [ConfigIssue("--port", f"{host}:{port}", why, fix)], source="serve"
-        ) from error
+        raise config_error("--port", f"{host}:{port}", why, fix, source="serve") from error
 
 
 if __name__ == "__main__":

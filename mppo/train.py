@@ -92,13 +92,10 @@ _PLANNED = {
     "picture": ": it draws the plan",
     "time": ": it predicts the time of a step of the run that is planned",
     "search": ": it searches layouts for the run that is planned",
-    "mean_prompt": ": it is for a prediction",
-    "mean_response": ": it is for a prediction",
-    "price": ": it is for a prediction",
-    "lengths": ": it is for a prediction",
-    "turns": ": it is for a prediction",
-    "val_prompts": ": it is for a prediction",
-    "disk": ": it is for a prediction",
+    **dict.fromkeys(
+        ("mean_prompt", "mean_response", "price", "lengths", "turns", "val_prompts", "disk"),
+        ": it is for a prediction",
+    ),
     "world_size": "; without it the launcher sets the number of ranks",
 }
 """Options of a plan, and why a run has none."""

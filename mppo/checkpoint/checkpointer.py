@@ -6,10 +6,10 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,24 +22,40 @@ from mppo.checkpoint.pruning import Pruner
 from mppo.checkpoint.randomness import file_name, load_random_state, random_state
 from mppo.checkpoint.resume import Found, changed_keys, not_usable
 from mppo.checkpoint.role_state import (
+    STATE,
     describe_role,
+    load_roles,
     role_bytes,
     role_counters,
     sharded_state,
 )
-from mppo.checkpoint.run_state import STATE, Stateful, StepStart, load_roles
-from mppo.checkpoint.staging import HostBuffers
 from mppo.checkpoint.timing import SaveTiming
-from mppo.checkpoint.writer import NOTES, SaveError, SaveJob, SaveThread, plan_shards
+from mppo.checkpoint.writer import NOTES, HostBuffers, SaveError, SaveJob, SaveThread, plan_shards
 from mppo.config.errors import ConfigError
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
-from mppo.safety.disk import FileEntry
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.phase import last_step, step_done
 from mppo.supervision.stop_request import StepInterrupted, StopRequest
+
+
+class Stateful(Protocol):
+    """A part of the run whose state is JSON-serialisable."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """State (JSON) at the start of a step, of what the step changes before its first update."""
+
+    parts: str
+    random: bytes
+    partial: EpisodesBySample
 
 
 class Checkpointer:
@@ -72,17 +88,11 @@ class Checkpointer:
         flush: Callable[[], None] = lambda: None,
     ) -> None:
         self._exporting, self._flush = exporting, flush
-        self.trainer = trainer
-        self.root = root
-        self.roles = roles
-        self.parts = parts
+        self.trainer, self.root, self.roles, self.parts = trainer, root, roles, parts
         self.partial: EpisodesBySample = {}
-        self.stopped_early = False
-        self.failed_saves = 0
+        self.stopped_early, self.failed_saves = False, 0
         self._last_error: str | None = None
-        self._recipe = recipe
-        self._stop = stop
-        self._say = say
+        self._recipe, self._stop, self._say = recipe, stop, say
         self._step_start: StepStart | None = None
         self._metrics: Mapping[str, float] = {}
         self._pruner = Pruner(trainer, root, say)
@@ -222,7 +232,6 @@ class Checkpointer:
         stop_request.over()
 
     def _report_stopping(self) -> None:
-        """Tell the user how long stopping takes; called when a signal arrives."""
         self._say(self._timing.describe_stopping(last_step(), stop_request.patience_s()))
 
     def _sync_decisions(self) -> tuple[bool, bool]:
@@ -300,7 +309,7 @@ class Checkpointer:
             world_size=self._world,
             shards=shards,
             contents=contents,
-            write_manifest=partial(_write_manifest, building, manifest),
+            manifest=manifest,
             published=partial(self._pruner.published, step),
             patience_s=self.trainer.collective_timeout_s,
         )
@@ -339,8 +348,3 @@ class Checkpointer:
             self._say("the layout changed: random states are initialised from trainer.seed")
         for line in changed_keys(state["recipe"], self._recipe):
             self._say(f"changed since the checkpoint: {line}")
-
-
-def _write_manifest(building: Path, manifest: Manifest, files: dict[str, FileEntry]) -> None:
-    listed = Manifest(**{**vars(manifest), "files": dict(sorted(files.items()))})
-    folders.write_manifest(building, listed)

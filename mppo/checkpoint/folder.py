@@ -121,7 +121,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _wrong_entry(manifest: Manifest) -> str | None:
-    """The first entry of a wrong type or range; None: all are valid."""
     numbers = (manifest.step, manifest.world_size, *(e.size for e in manifest.files.values()))
     if not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers):
         return "step, world_size or a size in files"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import config_error
 from mppo.supervision.first_rank import on_first_rank
 
 LOCK = ".lock"
@@ -40,7 +40,7 @@ def run_folder_lock(
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
             fix = "choose a folder that you may write to, on a disk with free space"
-            raise ConfigError([ConfigIssue(_KEY, str(folder), why, fix)], "run folder") from error
+            raise config_error(_KEY, str(folder), why, fix, "run folder") from error
 
     on_first_rank(hold)
     try:
@@ -72,8 +72,7 @@ def _take(stream: IO[str], folder: Path, say: Callable[[str], None], patience_s:
             if time.monotonic() >= deadline:
                 why = f"another job is using the folder: {holder}"
                 fix = "stop that job, or use another folder (trainer.experiment_name)"
-                issue = ConfigIssue(_KEY, str(folder), why, fix)
-                raise ConfigError([issue], source="run folder") from None
+                raise config_error(_KEY, str(folder), why, fix, source="run folder") from None
             if not announced:
                 say(f"{folder}: waiting for another job to end: {holder}")
             announced = True

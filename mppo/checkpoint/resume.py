@@ -12,23 +12,17 @@ import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.parallel.collectives import all_gather_objects, broadcast_object
 from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.torch_dist.contents import read_checkpoint
 
-_NOT_COMPARED = tuple(
-    f"trainer.{key}"
-    for key in (
-        "default_local_dir",
-        "resume_mode",
-        "resume_from_path",
-        "on_existing_run",
-        "on_changed_data",
-    )
-)
+_NOT_COMPARED = (
+    "trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path",
+    "trainer.on_existing_run", "trainer.on_changed_data",
+)  # fmt: skip
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -155,7 +149,7 @@ def not_usable(trainer: TrainerConfig, folder: Path, error: Exception) -> Config
 
 
 def _refusal(key: str, value: Any, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue(key, value, why, fix)], source="resume")
+    return config_error(key, value, why, fix, source="resume")
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

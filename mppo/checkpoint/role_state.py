@@ -14,7 +14,7 @@ gradient reduction): its buffers omit the padding between buckets that its offse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,26 +32,20 @@ from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
 from mppo.safety.input_error import InputError
+from mppo.safety.input_files import read_json
 from mppo.weights.shape import VALUE_BINS, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.sharded_load import load_sharded
 
+STATE = "run.json"
+"""File of a checkpoint with the states that are neither tensors nor random."""
 _METADATA = {"singleton_local_shards": False}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHAPE_KEYS = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "ffn_dim",
-    "vocab_size",
-    "num_experts",
-    "n_routed_experts",
-    "num_local_experts",
-    "tie_word_embeddings",
-)
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "ffn_dim", "vocab_size", "num_experts", "n_routed_experts",
+    "num_local_experts", "tie_word_embeddings",
+)  # fmt: skip
 
 
 def describe_model(
@@ -130,20 +124,20 @@ def _readable_parameters(role: Role) -> Iterator[dict[int, torch.nn.Parameter]]:
 
 def _averages(model: dict[str, Any], averages: dict[int, Tensor]) -> dict[str, dict[str, Any]]:
     """The parameters' entries with their moving averages as data, under keys of their own."""
+
+    def with_average(entry):
+        average = averages[id(entry.data)]
+        dtype = {"dtype": average.dtype} if isinstance(entry, ShardedTensor) else {}
+        return replace(entry, key=f"average.{entry.key}", data=average, **dtype)
+
     return {
         chunk: {
-            name: _with_average(entry, averages[id(entry.data)])
+            name: with_average(entry)
             for name, entry in entries.items()
             if _is_sharded(entry) and id(entry.data) in averages
         }
         for chunk, entries in model.items()
     }
-
-
-def _with_average(entry, average: Tensor):
-    if isinstance(entry, ShardedTensor):
-        return replace(entry, key=f"average.{entry.key}", data=average, dtype=average.dtype)
-    return replace(entry, key=f"average.{entry.key}", data=average)
 
 
 @dataclass(frozen=True)
@@ -229,6 +223,14 @@ def _piece(leaf: ShardedTensor, block: Rectangle, prefix: str, flat: Tensor) -> 
 
 def _is_sharded(entry: Any) -> bool:
     return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def load_roles(folder: Path, roles: Mapping[str, Role]) -> None:
+    """Load the models and optimizers of a checkpoint. Collective. ValueError, KeyError, TypeError,
+    OSError: the folder is not a checkpoint, is damaged, or has other models."""
+    counters = read_json(folder / STATE, nan=True)["roles"]
+    for name, role in roles.items():
+        load_role(role, folder / name, counters[name])
 
 
 def load_role(role: Role, folder: Path, counters: dict[str, int]) -> None:

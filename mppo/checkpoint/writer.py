@@ -19,13 +19,15 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -33,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _StorageInfo,
@@ -42,10 +45,10 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mppo.checkpoint.folder import publish_checkpoint
-from mppo.checkpoint.staging import HostBuffers, give_own_storages
+from mppo.checkpoint.folder import Manifest, publish_checkpoint, write_manifest
 from mppo.parallel import device
 from mppo.safety.disk import FileEntry, file_checksum, write_bytes
+from mppo.weights.hf.safetensors_file import byte_view
 
 NOTES = ".notes"
 _POLL_S = 0.05
@@ -53,6 +56,26 @@ _POLL_S = 0.05
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; earlier ones are unchanged."""
+
+
+class HostBuffers:
+    """Copies of tensors, in memory that is reused by the next save. Allocating memory would cost
+    more than the copy: the system maps it page by page, and pins it page by page for a GPU to write
+    to it. One save at a time may use the buffers."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, key: Hashable, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host; the copy is complete after ``device.synchronize()``. ``key``
+        identifies the tensor, the same in every save."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = not tensor.is_cpu
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
@@ -107,6 +130,24 @@ def plan_shards(sharded_state: dict, folder: Path, buffers: HostBuffers | None) 
     if device.is_cuda():
         planned.stage()
     return planned
+
+
+def give_own_storages(sharded_state: dict | list) -> None:
+    """Give every host tensor a storage of exactly its own elements, over the same memory.
+    torch.save writes a tensor's complete storage, so Megatron's writer copies any tensor that is
+    part of a larger one. Nearly all optimizer states and parameters are."""
+    for entry in nested_values(sharded_state):
+        if isinstance(entry, ShardedTensor) and entry.data is not None:
+            entry.data = _same_memory(entry.data)
+
+
+def _same_memory(tensor: Tensor) -> Tensor:
+    complete = tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize
+    if complete or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.numel():
+        return tensor
+    octets = tensor.detach().reshape(-1).view(torch.uint8)
+    own = torch.frombuffer(byte_view(octets), dtype=torch.uint8)
+    return own.view(tensor.dtype).view(tensor.shape)
 
 
 class _CheckedStream:
@@ -165,7 +206,7 @@ class SaveJob:
 
     Args:
         contents: small files that this rank writes, by path relative to ``building``.
-        write_manifest: called on the first rank with the entries of all files.
+        manifest: the manifest but for its files.
         published: called on the first rank when the folder has its final name.
         patience_s: seconds that the first rank waits for the notes of the others.
         error: why the save failed on this rank; None: it did not.
@@ -178,7 +219,7 @@ class SaveJob:
     world_size: int
     shards: Mapping[str, PlannedShards]
     contents: Mapping[str, bytes]
-    write_manifest: Callable[[dict[str, FileEntry]], None]
+    manifest: Manifest
     published: Callable[[], None]
     patience_s: float
     seconds: float = 0.0
@@ -254,7 +295,7 @@ class SaveJob:
             for name, content in _companions(planned.common).items():
                 files[f"{role}/{name}"] = write_bytes(planned.folder / name, content)
         shutil.rmtree(self.building / NOTES)
-        self.write_manifest(files)
+        write_manifest(self.building, replace(self.manifest, files=dict(sorted(files.items()))))
         publish_checkpoint(self.building, self.final)
         self.published()
 

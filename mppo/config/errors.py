@@ -47,6 +47,11 @@ class ConfigError(InputError):
         super().__init__(printable("\n".join([f"{source}: {count}", *lines])))
 
 
+def config_error(key: str, value: Any, why: str, fix: str, source: str = "recipe") -> ConfigError:
+    """The error of a single issue."""
+    return ConfigError([ConfigIssue(key, value, why, fix)], source)
+
+
 def printable(text: str) -> str:
     """The text with unprintable characters other than line breaks as escapes: parts of it may come
     from a file, and a terminal would execute controls and reorder text by marks of direction."""

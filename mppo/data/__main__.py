@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.data.prepare import DATA_SETS, prepare_rows
 from mppo.safety.foreign_text import json_line
 from mppo.safety.temporary import unfinished_folder
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(options: argparse.Namespace) -> list[str]:
     out = Path(options.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise _error("--out", options.out, "is not an empty folder", "name a new folder")
+        why, fix = "is not an empty folder", "name a new folder"
+        raise config_error("--out", options.out, why, fix, source="prepare")
     write = _write_parquet() if options.format == "parquet" else _write_jsonl
     rows, remarks = prepare_rows(options.name, Path(options.source).expanduser())
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,12 +70,8 @@ def _write_parquet() -> Any:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
         why, fix = "needs the package pyarrow", 'pip install "mppo[parquet]", or --format jsonl'
-        raise _error("--format", "parquet", why, fix) from error
+        raise config_error("--format", "parquet", why, fix, source="prepare") from error
     return lambda rows, path: parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-
-def _error(key: str, value: str, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue(key, value, why, fix)], source="prepare")
 
 
 if __name__ == "__main__":

@@ -10,181 +10,197 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.hub.builtin import CHAT_TEMPLATE
 from mppo.safety.input_files import parse_json
 
 CPU_S, CPU_S_PER_PROMPT, WALL_S = 3.0, 0.01, 60.0
-"""Processor time for a data set, processor time per prompt, and the constant part of the wall-clock
-limit, to which ten times the processor time is added."""
+"""Processor time for a conversation or a data set, processor time that each prompt of a data set
+adds, and the constant part of the wall-clock limit, to which ten times the processor time is
+added."""
 MEMORY_MB, MAX_CHARACTERS = 1024, 4 << 20
-"""Memory of the process in MiB, to which a part for the prompts is added, and characters of one
-rendered prompt."""
-CHILD = Path(__file__).with_name("chat_template_child.py")
+"""Memory of the process in MiB, and characters of one rendered prompt."""
+_CHILD = Path(__file__).with_name("chat_template_child.py")
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages with ``role`` and ``content``."""
 
 
 def render_with(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[Mapping]],
+    conversations: Sequence[Messages],
     key: str,
     add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Messages = (),
 ) -> list[str]:
     """Render every conversation with the chat template of a tokenizer.
 
     Args:
-        conversations: lists of messages with ``role`` and ``content``.
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
         tools: schemas of tools, for the template.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or see :func:`render`.
+        ConfigError: the tokenizer has no chat template; or it fails, exceeds a limit of time or
+            memory, or renders a text of more than ``MAX_CHARACTERS``.
     """
-    template = template_of(tokenizer, key)
-    if template == CHAT_TEMPLATE:
-        return rendered_builtin(tokenizer, conversations, add_generation_prompt)
-    variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
-    if tools:
-        variables["tools"] = list(tools)
-    return render(template, variables, conversations, key, add_generation_prompt)
+    renderer = ChatRenderer(tokenizer, key, add_generation_prompt, together=len(conversations))
+    with closing(renderer):
+        found = renderer.render_some(conversations, tools)
+    for text in found:
+        if isinstance(text, ConfigError):
+            raise text
+    return [str(text) for text in found]
 
 
-def render_each(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], key: str
-) -> list[str | ConfigError]:
-    """As ``render_with``, with an error in place of each conversation that cannot be rendered."""
-    template = template_of(tokenizer, key)
-    if template == CHAT_TEMPLATE:
-        return list(rendered_builtin(tokenizer, conversations, True))
-    job = template_job(template, tokenizer.special_tokens_map, True)
-    found: list[str | ConfigError] = []
-    while len(found) < len(conversations):
-        texts, killed = _in_child(job, conversations[len(found) :], key, keep_going=True)
-        found += texts
-        if len(found) < len(conversations):  # the next one needs more than a limit
-            found.append(killed)
-    return found
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template, in a process that stays, because its
+    start takes seconds; threads may share it.
+
+    Args:
+        key: the recipe key that asks for a chat template, for messages.
+        add_generation_prompt: end with what comes before a response.
+        together: number of conversations for which the limit of time holds; 0: for each.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        key: str,
+        add_generation_prompt: bool = True,
+        together: int = 0,
+    ) -> None:
+        self._tokenizer, self._key, self._together = tokenizer, key, together
+        self._add_generation_prompt = add_generation_prompt
+        self._cpu_s = CPU_S + CPU_S_PER_PROMPT * together
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[str] | None = None
+
+    def render(self, messages: Messages, tools: Messages = ()) -> str:
+        """The conversation's text; ``tools`` are schemas for the template. ConfigError if the
+        tokenizer has no chat template, or it fails or exceeds a limit."""
+        (text,) = self.render_some([messages], tools)
+        if isinstance(text, ConfigError):
+            raise text
+        return text
+
+    def render_some(
+        self, conversations: Sequence[Messages], tools: Messages = ()
+    ) -> list[str | ConfigError]:
+        """The texts, with an error in place of each conversation that cannot be rendered, up to the
+        one that exceeds a limit of time or memory."""
+        template = _template_of(self._tokenizer, self._key)
+        if template == CHAT_TEMPLATE:  # the embedded models' needs no limits
+            return self._tokenizer.apply_chat_template(  # type: ignore[return-value]
+                [[dict(message) for message in messages] for messages in conversations],
+                add_generation_prompt=self._add_generation_prompt,
+                tokenize=False,
+            )
+        more = {"tools": list(tools)} if tools else {}
+        requests = [json.dumps([list(each), more], default=str) + "\n" for each in conversations]
+        with self._lock:
+            lines = self._answers(template, requests)
+            if len(lines) == len(requests):
+                return [self._text(line) for line in lines]
+            return [*map(self._text, lines), self._end()]
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _answers(self, template: str, requests: Sequence[str]) -> list[str]:
+        """The process's lines about requests; fewer if it was killed."""
+        process = self._process = self._process or self._start(template)
+        reads, writes = process.stdout, process.stdin
+        assert reads is not None, "it is a pipe"
+        assert writes is not None, "it is a pipe"
+
+        def write() -> None:
+            with suppress(BrokenPipeError):  # it was killed
+                writes.writelines(requests)
+                writes.flush()
+
+        timer = threading.Timer(WALL_S + 10 * self._cpu_s, process.kill)
+        writer = threading.Thread(target=write, daemon=True)
+        timer.start()
+        writer.start()
+        try:
+            lines = [line for line in islice(reads, len(requests)) if line.endswith("\n")]
+            writer.join()
+        finally:
+            timer.cancel()
+        return lines
+
+    def _start(self, template: str) -> subprocess.Popen[str]:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (_end closes it)
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            encoding="utf-8",
+        )
+        job = {
+            "path": sys.path,
+            "template": template,
+            "variables": dict(self._tokenizer.special_tokens_map),
+            "add_generation_prompt": self._add_generation_prompt,
+            "cpu_s": self._cpu_s,
+            "together": bool(self._together),
+            "memory_mb": MEMORY_MB,
+            "max_characters": MAX_CHARACTERS,
+        }
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(json.dumps(job, default=str) + "\n")
+        return process
+
+    def _text(self, line: str) -> str | ConfigError:
+        try:
+            text = parse_json(line)
+        except ValueError as error:
+            return self._error(f"renders an invalid text: {error}")
+        return text if isinstance(text, str) else self._error(f"fails: {text['error']}")
+
+    def _end(self) -> ConfigError:
+        """End the process, if there is one; the error of a conversation that it did not render."""
+        process, self._process, why = self._process, None, ""
+        if process is not None:
+            process.kill()
+            process.communicate()
+            assert self._errors is not None, "it is opened with the process"
+            with self._errors as errors:
+                errors.seek(0)
+                last = errors.read().strip().rpartition("\n")[2]
+            code = process.returncode
+            why = f" ({f'exit code {code}, {last}' if last else f'killed by {-code}'})"
+        return self._error(f"takes more than {self._cpu_s:.0f} s or {MEMORY_MB} MB{why}")
+
+    def _error(self, why: str) -> ConfigError:
+        fix = f"set {self._key}=false, or use a tokenizer with another template"
+        return config_error(
+            self._key, True, f"the tokenizer's chat template {why}", fix, source="data"
+        )
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+def _template_of(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
     """The chat template of a tokenizer; ConfigError if it has none, or several without a
     default."""
     if not tokenizer.chat_template:
         fix = f"set {key}=false, or use a tokenizer with one"
-        raise ConfigError([ConfigIssue(key, True, "the tokenizer has no chat template", fix)])
+        raise config_error(key, True, "the tokenizer has no chat template", fix)
     try:
         return tokenizer.get_chat_template()
     except ValueError as error:
         fix = "name one of them default in its tokenizer_config.json"
-        raise ConfigError([ConfigIssue(key, True, str(error), fix)]) from error
-
-
-def rendered_builtin(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Mapping]], ask: bool
-) -> list[str]:
-    """Render with the embedded models' template, which needs no limits."""
-    return tokenizer.apply_chat_template(  # type: ignore[return-value]
-        [[dict(message) for message in messages] for messages in conversations],
-        add_generation_prompt=ask,
-        tokenize=False,
-    )
-
-
-def render(
-    template: str,
-    variables: Mapping[str, Any],
-    conversations: Sequence[Sequence[Mapping]],
-    key: str = "data.apply_chat_template",
-    add_generation_prompt: bool = True,
-) -> list[str]:
-    """Render every conversation with a Jinja template in a process with limits.
-
-    Args:
-        variables: variables of the template besides the messages: the tokenizer's special tokens.
-        key: the recipe key that asks for a chat template, for messages.
-        add_generation_prompt: end with what comes before a response.
-
-    Raises:
-        ConfigError: the template fails, exceeds a limit of time or memory, or renders a text of
-            more than ``MAX_CHARACTERS``.
-    """
-    job = template_job(template, variables, add_generation_prompt)
-    found, killed = _in_child(job, conversations, key, keep_going=False)
-    texts = [text for text in found if isinstance(text, str)]
-    for text in found:
-        if isinstance(text, ConfigError):
-            raise text
-    if len(texts) < len(conversations):
-        raise killed
-    return texts
-
-
-def template_job(template: str, variables: Mapping[str, Any], ask: bool) -> dict[str, Any]:
-    """What the process needs besides conversations and limits."""
-    return {
-        "path": sys.path,
-        "template": template,
-        "variables": dict(variables),
-        "add_generation_prompt": ask,
-        "max_characters": MAX_CHARACTERS,
-    }
-
-
-def _in_child(
-    job: Mapping[str, Any], conversations: Sequence[Sequence[Mapping]], key: str, keep_going: bool
-) -> tuple[list[str | ConfigError], ConfigError]:
-    """The text or error of each conversation up to the one that a limit stopped, and the error of
-    that one. With ``keep_going``, those after one that fails are rendered, too."""
-    cpu_s = CPU_S + CPU_S_PER_PROMPT * len(conversations)
-    job = {**job, "conversations": conversations, "keep_going": keep_going, "cpu_s": cpu_s}
-    memory_mb = MEMORY_MB + (20 * len(json.dumps(job, default=str)) >> 20)
-    text = json.dumps({**job, "memory_mb": memory_mb}, default=str)
-    limit, last = WALL_S + 10 * cpu_s, ""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        try:
-            ended = subprocess.run(
-                [sys.executable, "-I", str(CHILD)],
-                input=text.encode(),
-                stdout=output,
-                stderr=errors,
-                timeout=limit,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            killed = template_error(key, f"is not done after {limit:.0f} s")
-        else:
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            code = ended.returncode
-            why = f"exit code {code}, {last}" if last else f"killed by {-code}"
-            killed = template_error(key, f"takes more than {cpu_s:.0f} s or {memory_mb} MB ({why})")
-        output.seek(0)
-        return _texts(output, key), killed
-
-
-def _texts(lines: Iterable[bytes], key: str) -> list[str | ConfigError]:
-    texts: list[str | ConfigError] = []
-    for line in lines:
-        if not line.endswith(b"\n"):
-            break  # the process was killed while it wrote this line
-        try:
-            text = parse_json(line)
-        except ValueError as error:
-            text = {"error": f"renders an invalid text: {error}"}
-        else:
-            text = text if isinstance(text, str) else {"error": f"fails: {text['error']}"}
-        texts.append(text if isinstance(text, str) else template_error(key, text["error"]))
-    return texts
-
-
-def template_error(key: str, why: str) -> ConfigError:
-    fix = f"set {key}=false, or use a tokenizer with another template"
-    issue = ConfigIssue(key, True, f"the tokenizer's chat template {why}", fix)
-    return ConfigError([issue], source="data")
+        raise config_error(key, True, str(error), fix) from error

@@ -1,17 +1,15 @@
 """Renders conversations with a chat template, in a process with limits.
 
-Started as a script by ``mppo.data.chat_template`` and ``chat_renderer``. The first line of standard
-input is the job, as JSON:
+Started as a script by ``mppo.data.chat_template``. The first line of standard input is the job, as
+JSON:
 
     path: Python's search path; template, variables: the Jinja text and its variables
-    conversations: lists of messages; null: each further line of standard input is one conversation
-        with its variables, as ``[messages, variables]``
     add_generation_prompt: end with what comes before a response
-    keep_going: go on after a conversation that fails
-    cpu_s, memory_mb: limits, added to what the imports used; of the process, or of each
-        conversation that has a line of its own; max_characters: of one rendered text
+    cpu_s, memory_mb: limits, added to what the imports used; max_characters: of one rendered text
+    together: whether cpu_s holds for all conversations together; else for each
 
-Writes a JSON line per conversation: its text, or ``{"error": text}``.
+Each further line is a conversation with further variables, as ``[messages, variables]``. Writes a
+JSON line per conversation: its text, or ``{"error": text}``.
 """
 
 import json
@@ -30,39 +28,24 @@ def limit_process(memory_mb):
         resource.setrlimit(kind, (limit, limit))
 
 
-def limit_time(cpu_s, most=None):
-    """Allow ``cpu_s`` beyond the processor time in use; later calls may extend it to ``most``."""
-    seconds = math.ceil(time.process_time() + cpu_s)
-    most = seconds if most is None else most
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
-
-
-def conversations_of(job):
-    """The conversations with their variables; a limit of time for each that has its own line."""
-    if job["conversations"] is not None:
-        limit_time(job["cpu_s"])
-        for messages in job["conversations"]:
-            yield messages, job["variables"]
-        return
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    for line in sys.stdin:
-        messages, variables = json.loads(line)
-        limit_time(job["cpu_s"], most)
-        yield messages, {**job["variables"], **variables}
-
-
 def main():
     job = json.loads(sys.stdin.readline())
     sys.path[:] = job["path"]
     from transformers.utils.chat_template_utils import render_jinja_template
 
     limit_process(job["memory_mb"])
-    for number, (messages, variables) in enumerate(conversations_of(job), start=1):
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for number, line in enumerate(sys.stdin, start=1):
+        if number == 1 or not job["together"]:
+            seconds = math.ceil(time.process_time() + job["cpu_s"])
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+        messages, variables = json.loads(line)
         try:
             rendered, _ = render_jinja_template(
                 [messages],
                 chat_template=job["template"],
                 add_generation_prompt=job["add_generation_prompt"],
+                **job["variables"],
                 **variables,
             )
             text = rendered[0]
@@ -73,8 +56,6 @@ def main():
         except Exception as error:
             text = {"error": f"{type(error).__name__} in prompt {number}: {error}"[:500]}
         print(json.dumps(text), flush=True)  # of a process killed later, these are complete
-        if not isinstance(text, str) and not job["keep_going"]:
-            return
 
 
 if __name__ == "__main__":

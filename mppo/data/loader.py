@@ -1,24 +1,49 @@
-"""The order in which prompts are trained on."""
+"""The order in which prompts are trained on, and checks of a run's prompts."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
+from mppo.config.errors import ConfigError, config_error
+from mppo.config.schema import Recipe
 from mppo.data.content import check_same_rows
 from mppo.data.rows import too_few_prompts
 from mppo.data.source import PromptSet, SourceShare
 from mppo.safety.input_error import InputError
+from mppo.weights.shape import model_shape
 
 
 def check_batch_size(prompt_set: PromptSet, batch_size: int) -> None:
     """Check that a batch holds no prompt twice; ConfigError if there are too few prompts."""
     if batch_size > len(prompt_set):
         raise ConfigError([too_few_prompts(batch_size, len(prompt_set), prompt_set.summary())])
+
+
+def check_token_ids(
+    recipe: Recipe, prompts: Sequence[Prompt], hf_configs: Mapping[str, Any]
+) -> None:
+    """Check that the models have an embedding of every token; a GPU would only abort.
+
+    A reward model for which texts are tokenised again needs no config.
+
+    Raises:
+        ConfigError: the tokenizer is another model's.
+    """
+    largest = max((int(each.token_ids.max()) for each in prompts if len(each.token_ids)), default=0)
+    for role in recipe.roles():
+        if role.name == "reward_model" or role.name not in hf_configs:
+            continue
+        vocabulary = model_shape(hf_configs[role.name]).vocab
+        if largest >= vocabulary:
+            given, own = recipe.model.tokenizer_path, role.path_key == "model.path"
+            key, value = ("model.tokenizer_path", given) if given else (role.path_key, role.path)
+            why = f"a prompt has the token id {largest}, the model of {role.name} {vocabulary} ids"
+            fix = "leave it out: the model has its own" if given and own else "give a model with it"
+            raise config_error(key, value, why, fix)
 
 
 class PromptLoader:
@@ -47,11 +72,8 @@ class PromptLoader:
                 f"need at least one prompt and a positive batch size: "
                 f"got {len(prompt_set)} prompts, batch_size {batch_size}"
             )
-        self.prompt_set = prompt_set
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.any_content = any_content
+        self.prompt_set, self.batch_size = prompt_set, batch_size
+        self.shuffle, self.seed, self.any_content = shuffle, seed, any_content
         self.position = 0
         self._returned: list[int] = []
         self._order: tuple[int, list[int]] = (-1, [])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import config_error
 from mppo.config.rules.files import DATA_ENDINGS, DATA_FORMS
 from mppo.data.rows import BadRow, check_prompt, look_up, read_converted
 
@@ -83,7 +83,8 @@ def prepare_rows(name: str, source: Path) -> tuple[dict[str, list[dict[str, Any]
 
 def _files_by_split(source: Path, data_set: PublishedDataSet) -> dict[str, list[Path]]:
     if not source.is_dir():
-        raise _folder_error(source, "no such folder", "give the folder with the downloaded files")
+        fix = "give the folder with the downloaded files"
+        raise config_error("--from", str(source), "no such folder", fix, source="prepare")
     files = [path for path in sorted(source.rglob("*")) if path.suffix in DATA_ENDINGS]
     if data_set.left_out:
         files = [f for f in files if data_set.left_out not in str(f.relative_to(source))]
@@ -96,12 +97,8 @@ def _files_by_split(source: Path, data_set: PublishedDataSet) -> dict[str, list[
     named = {split: paths for split, paths in by_split.items() if split is not None}
     if not named and not without:
         fix = f"give a folder with files in the form {DATA_FORMS}; unpack .gz files"
-        raise _folder_error(source, "holds no data files", fix)
+        raise config_error("--from", str(source), "holds no data files", fix, source="prepare")
     return named or {"train": without}
-
-
-def _folder_error(source: Path, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue("--from", str(source), why, fix)], source="prepare")
 
 
 def _in_verls_schema(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.records import Unreadable, read_records
@@ -27,8 +27,7 @@ DEFAULT_ANSWER = ANSWER_COLUMNS[0]
 HUB_FOLDER = "datasets--"
 """How the folder of a data set in the Hugging Face Hub's cache begins; its name follows."""
 
-Converted = TypeVar("Converted")
-Convert = Callable[[dict[str, Any], Path, str], Converted]
+Convert = Callable[[dict[str, Any], Path, str], Any]
 """(content of a row, its file, its place) -> a value; raises ``BadRow``."""
 
 
@@ -107,12 +106,10 @@ def read_converted(
     return [row for reader in readers for row in reader.rows]
 
 
-class _Reader(Generic[Converted]):
-    """A file that is being read; see ``read_converted``."""
-
-    def __init__(self, path: Path, key: str, convert: Convert[Converted], fix: str) -> None:
+class _Reader:
+    def __init__(self, path: Path, key: str, convert: Convert, fix: str) -> None:
         self.path, self.key = path, key
-        self.rows: list[Converted] = []
+        self.rows: list[Any] = []
         self.causes: dict[str, list[tuple[str, Any]]] = {}
         """Why rows cannot be used; the places and contents of the rows by cause."""
         self._convert, self._fix = convert, fix
@@ -151,7 +148,6 @@ class _Reader(Generic[Converted]):
             yield ConfigIssue(self.key, str(self.path), why, "give a file with rows")
 
     def _further(self, places: Sequence[tuple[str, Any]]) -> str:
-        """Name further rows with the same cause, and count the rest."""
         if len(places) == 1:
             return ""
         named = [where.removeprefix(f"{self.path} ") for where, _ in places[1:MAX_PLACES]]

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue, config_error
 from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks
 from mppo.data.chat_template import render_with
@@ -105,13 +105,17 @@ def _load_source(
     if bool(source.task) == bool(source.train_files):
         found = "both" if source.task else "neither"
         fix = f"set exactly one of {key}.task and {key}.train_files"
-        raise ConfigError([ConfigIssue(f"{key}.task", source.task, f"{found} given", fix)])
+        raise config_error(f"{key}.task", source.task, f"{found} given", fix)
     read = _task_rows if source.task else _file_rows
     read = _environment_rows if (source.task or "").startswith(TASK) else read
     rows = read(key, source, split, data.seed)
     if not rows:
         return PromptSet(())
-    texts = _render(data, key, source, tokenizer, rows, tools)
+    if data.apply_chat_template:
+        conversations = [_conversation(source, row) for row in rows]
+        texts = render_with(tokenizer, conversations, "data.apply_chat_template", tools=tools)
+    else:
+        texts = _plain_texts(key, source, rows)
     special = not data.apply_chat_template  # a chat template writes its own special tokens
     token_ids = tokens_of(tokenizer, texts, special)
     found = _fit(data, source, rows, texts, token_ids)
@@ -128,9 +132,7 @@ def _task_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) ->
     template = kwargs.pop("template", "{question}")
     if not isinstance(template, str) or "{question}" not in template:
         fix = "give a text that contains {question}"
-        raise ConfigError(
-            [ConfigIssue(f"{key}.task_kwargs.template", template, "has no {question}", fix)]
-        )
+        raise config_error(f"{key}.task_kwargs.template", template, "has no {question}", fix)
     task = tasks.task(source.task, **{"seed": seed, **kwargs})
     size = source.val_size if split == "val" else source.train_size
     count = TASK_SIZES[split] if size is None else size
@@ -163,21 +165,7 @@ def _file_rows(key: str, source: SourceConfig, split: tasks.Split, seed: int) ->
     return read_rows(files, files_key, source.prompt_key, source.answer_key, limit, source.name)
 
 
-def _render(
-    data: DataConfig,
-    key: str,
-    source: SourceConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[DataRow],
-    tools: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    if not data.apply_chat_template:
-        return _render_plain(key, source, rows)
-    conversations = [_conversation(source, row) for row in rows]
-    return render_with(tokenizer, conversations, "data.apply_chat_template", tools=tools)
-
-
-def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
+def _plain_texts(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> list[str]:
     issues = []
     if source.system_prompt:
         why = "a system prompt needs a chat template"
@@ -193,7 +181,6 @@ def _render_plain(key: str, source: SourceConfig, rows: Sequence[DataRow]) -> li
 
 
 def _conversation(source: SourceConfig, row: DataRow) -> tuple[dict[str, Any], ...]:
-    """The messages of a row's prompt, the system prompt first."""
     system = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
     own = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     return (*system, *own)
@@ -232,21 +219,19 @@ def _fit(
         shortest = min(len(ids) for ids in token_ids)
         why = f"all {len(rows)} prompts are longer: the shortest has {shortest} tokens"
         fix = f"raise it to at least {shortest}, or set data.filter_overlong_prompts=false"
-        raise ConfigError([ConfigIssue("data.max_prompt_length", limit, why, fix)])
+        raise config_error("data.max_prompt_length", limit, why, fix)
     return PromptSet(tuple(kept), filtered, truncated)
 
 
 def _truncate(ids: list[int], limit: int, side: str, where: str) -> list[int]:
-    """Cut a prompt to ``limit`` tokens at the ``left``, ``right`` or ``middle``."""
     if side == "error":
-        issue = ConfigIssue(
+        raise config_error(
             "data.max_prompt_length",
             limit,
             f"{where} has {len(ids)} tokens",
             "raise it, set data.filter_overlong_prompts=true, or set data.truncation to "
             "left, right or middle",
         )
-        raise ConfigError([issue])
     if side == "left":
         return ids[len(ids) - limit :]
     if side == "right":

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, Protocol
 
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.errors import ConfigError, ConfigIssue, config_error, nearest
 
 Split = Literal["train", "val"]
 VAL_FRACTION = 0.1
@@ -135,13 +135,12 @@ class ReasoningGym:
         try:
             self._dataset = gym.create_dataset(name, seed=seed, size=self.SIZE, **parameters)
         except (TypeError, AssertionError, ValueError) as error:
-            issue = ConfigIssue(
+            raise config_error(
                 "data.task_kwargs",
                 parameters,
                 f"reasoning_gym rejects them for {name}: {error}",
                 f"correct them; reasoning_gym documents the configuration of {name}",
-            )
-            raise ConfigError([issue]) from error
+            ) from error
 
     def example(self, index: int) -> Example:
         entry = self._dataset[index % self.SIZE]
@@ -204,13 +203,12 @@ def split_examples(source: Task, split: Split, count: int) -> Iterator[Example]:
         found, last = found + 1, index
         yield example
     if count and not found:
-        issue = ConfigIssue(
+        raise config_error(
             "data.task",
             type(source).__name__,
             f"none of the first {_PATIENCE} examples falls into the {split} split",
             "make the task larger through data.task_kwargs, or set data.val_size=0",
         )
-        raise ConfigError([issue])
 
 
 def import_reasoning_gym() -> Any:
@@ -218,13 +216,12 @@ def import_reasoning_gym() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     except ModuleNotFoundError as error:
-        issue = ConfigIssue(
+        raise config_error(
             "data.task",
             REASONING_GYM + "...",
             f"the package {error.name} is not installed",
             'pip install "mppo[rewards]"',
-        )
-        raise ConfigError([issue]) from error
+        ) from error
 
 
 def _split_of(prompt: str) -> Split:
@@ -260,14 +257,13 @@ def _require(source: Any, key: str, holds: bool, valid: str) -> None:
     if not holds:
         name = type(source).__name__
         value = getattr(source, key)
-        issue = ConfigIssue(
+        raise config_error(
             f"data.task_kwargs.{key}", value, f"out of range for {name}", f"give {valid}"
         )
-        raise ConfigError([issue])
 
 
 def _unknown_name(name: str, known: list[str]) -> ConfigError:
     guess = nearest(name, known)
     listing = ", ".join(known) if len(known) < 10 else f"{len(known)} names"
     fix = (f"did you mean {guess!r}? " if guess else "") + f"the tasks are {listing}"
-    return ConfigError([ConfigIssue("data.task", name, "no such task", fix)])
+    return config_error("data.task", name, "no such task", fix)

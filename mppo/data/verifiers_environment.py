@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Literal
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.data.rows import DataRow
 from mppo.safety.foreign_text import quoted
 
@@ -84,7 +84,7 @@ def environment_rows(
 
 
 def _wrong(name: str, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue(KEY, name, why, fix)])
+    return config_error(KEY, name, why, fix)
 
 
 @cache

@@ -145,7 +145,6 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_held(file: Any, wanted: set[int], found: dict[str, dict[int, Tensor]]) -> None:
-    """Read the tokens of the wanted sequences of one file; by name and sequence."""
     held, ends = file.get_tensor(_HELD).tolist(), file.get_tensor(_ENDS).tolist()
     names = list(file.keys())
     for name in (name for name in names if name.endswith("_T")):

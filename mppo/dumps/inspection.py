@@ -11,13 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mppo.dumps.step_dump import (
-    UNREADABLE,
-    StepDump,
-    dumped_steps,
-    read_header_of,
-    stale_dumps,
-)
+from mppo.dumps.step_dump import UNREADABLE, StepDump, dumped_steps, read_header_of, stale_dumps
 from mppo.safety.foreign_text import visible
 from mppo.safety.redact import redacted_output
 

@@ -3,6 +3,7 @@
 The embedded models need no download. Each has a config.json of a real family, a byte tokenizer and
 random weights that follow from a seed. They are written once per seed into a cache folder in the
 Hugging Face form, so weight import, rollout and export run the same code as with a real model.
+Small models, whose config.json is another model's with small sizes, are written in the same way.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.errors import ConfigError, config_error, nearest
 from mppo.config.rules.files import no_model_folder
-from mppo.hub.tokenizer_growth import check_growth
+from mppo.hub.tokenizing import check_growth
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder
@@ -43,18 +44,11 @@ CHAT_TEMPLATE = (
 """``<bos>question\\n``, then the answer and ``<eos>``: the fewest tokens that a turn can have."""
 
 _TRUNK: dict[str, Any] = {
-    "vocab_size": len(VOCAB),
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": VOCAB.index(PAD),
-    "bos_token_id": VOCAB.index(BOS),
-    "eos_token_id": VOCAB.index(EOS),
-    "tie_word_embeddings": False,
-}
+    "vocab_size": len(VOCAB), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "pad_token_id": VOCAB.index(PAD), "bos_token_id": VOCAB.index(BOS),
+    "eos_token_id": VOCAB.index(EOS), "tie_word_embeddings": False,
+}  # fmt: skip
 _MOE_TRUNK: dict[str, Any] = {**_TRUNK, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,43 +57,36 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny-llama": {**_TRUNK, "model_type": "llama", "tie_word_embeddings": True},
     "tiny-qwen3": {**_TRUNK, "model_type": "qwen3", "head_dim": 32},
     "tiny-moe": {
-        **_MOE_TRUNK,
-        "model_type": "qwen2_moe",
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 64,
-        "norm_topk_prob": False,
+        **_MOE_TRUNK, "model_type": "qwen2_moe", "num_experts": 4,
+        "shared_expert_intermediate_size": 64, "norm_topk_prob": False,
     },
     "tiny-qwen3-moe": {
-        **_MOE_TRUNK,
-        "model_type": "qwen3_moe",
-        "head_dim": 32,
-        "num_experts": 4,
+        **_MOE_TRUNK, "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4,
         "norm_topk_prob": True,
     },
     "tiny-moonlight": {
-        **_MOE_TRUNK,
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.446,
+        **_MOE_TRUNK, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.446,
         "rope_interleave": True,
     },
-}
+}  # fmt: skip
 """Each embedded model's config.json, by the name after ``builtin:``. ``tiny-reward`` is a reward
 model with one label; the others are language models."""
 REWARD_MODELS = frozenset({"tiny-reward"})
 REWARDED = "aeiou"
 """The characters that ``tiny-reward`` prefers: its score is their share of a text's tokens."""
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "head_dim": 8, "query_pre_attn_scalar": 8, "vocab_size": len(VOCAB),
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 8,
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+"""Largest values of a small model's config.json; smaller ones, and keys that it lacks, stay."""
 
 
 def cache_folder() -> Path:
@@ -129,10 +116,10 @@ def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0)
         companions = companion_folder(folder)
     except ValueError as error:
         fix = "name a model in Hugging Face form, or a checkpoint with its config.json"
-        raise ConfigError([ConfigIssue("model.path", path, str(error), fix)]) from error
+        raise config_error("model.path", path, str(error), fix) from error
     if not (companions / "config.json").is_file():
         fix = "name a model in Hugging Face form, as save_pretrained writes it"
-        raise ConfigError([ConfigIssue("model.path", path, "the folder has no config.json", fix)])
+        raise config_error("model.path", path, "the folder has no config.json", fix)
     return folder
 
 
@@ -203,7 +190,6 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """Check that files that transformers opens are regular and valid JSON; else InputError."""
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             check_regular_files(place)
@@ -241,29 +227,30 @@ def _one_line(error: Exception) -> str:
 
 
 def _tokenizer_error(folder: str | Path, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue("model.tokenizer_path", str(folder), why, fix)])
-
-
-def _builtin_names() -> str:
-    return ", ".join(PREFIX + name for name in MODELS)
+    return config_error("model.tokenizer_path", str(folder), why, fix)
 
 
 def _write_builtin(name: str, cache_dir: Path, seed: int) -> Path:
     if name not in MODELS:
-        guess = nearest(PREFIX + name, [PREFIX + each for each in MODELS])
-        fix = (
-            f"did you mean {guess!r}? " if guess else ""
-        ) + f"the embedded models are {_builtin_names()}"
-        raise ConfigError([ConfigIssue("model.path", PREFIX + name, "no such embedded model", fix)])
-    seed = 0 if name in REWARD_MODELS else seed
-    parts = [MODELS[name], VOCAB, CHAT_TEMPLATE, seed]
+        known = [PREFIX + each for each in MODELS]
+        guess = nearest(PREFIX + name, known)
+        hint = f"did you mean {guess!r}? " if guess else ""
+        fix = f"{hint}the embedded models are {', '.join(known)}"
+        raise config_error("model.path", PREFIX + name, "no such embedded model", fix)
+    parts: list[Any] = [MODELS[name], VOCAB, CHAT_TEMPLATE]
     if name in REWARD_MODELS:
-        parts.append(REWARDED)
-    definition = json.dumps(parts, sort_keys=True)
-    digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-    return written_once(
-        cache_dir / f"{name}-{digest}", lambda folder: _save_builtin(name, folder, seed)
-    )
+        parts += [0, REWARDED]
+        save = partial(save_random_model, scores=True, change=_prefer_characters)
+    else:
+        parts.append(seed)
+        save = partial(save_random_model, scores=False, seed=seed)
+    digest = definition_hash(parts)
+    return written_once(cache_dir / f"{name}-{digest}", partial(save, MODELS[name]))
+
+
+def definition_hash(definition: Any) -> str:
+    text = json.dumps(definition, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -285,21 +272,31 @@ def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _save_builtin(name: str, folder: Path, seed: int) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.utils import logging as transformers_logging
+def save_random_model(
+    fields: Mapping[str, Any],
+    folder: Path,
+    scores: bool,
+    seed: int = 0,
+    change: Callable[[Any], None] = lambda model: None,
+) -> None:
+    """Write a model of random float32 weights with a byte tokenizer.
 
-    fields = dict(MODELS[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    Args:
+        fields: content of its config.json.
+        scores: it is a reward model rather than a language model.
+        change: changes the random weights.
+    """
+    import torch
+    import transformers as hf
+
+    own = dict(fields)
+    config = hf.AutoConfig.for_model(own.pop("model_type"), **own)
+    auto = hf.AutoModelForSequenceClassification if scores else hf.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name in REWARD_MODELS:
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            _prefer_characters(model)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    transformers_logging.disable_progress_bar()  # one bar per rank, for a few megabytes
+        model = auto.from_config(config, dtype=torch.float32)
+        change(model)
+    hf.utils.logging.disable_progress_bar()  # one bar per rank, for a few megabytes
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
@@ -335,3 +332,24 @@ def _prefer_characters(model: Any) -> None:
         head = model.score.weight.zero_()
         head[0, constant] = norm / 2
         head[0, mean] = norm / (2 * small)
+
+
+def cached_small_model(plain: Mapping[str, Any]) -> Path:
+    """The folder, in Hugging Face form, of a small model in the cache, written if it is missing.
+    Several processes may call this at the same time; ``plain``: content of a config.json."""
+    digest = definition_hash([dict(plain), SIZES, VOCAB])
+    folder = cache_folder() / f"small-{plain['model_type']}-{digest}"
+    return written_once(folder, lambda unfinished: write_small_model(plain, unfinished))
+
+
+def write_small_model(plain: Mapping[str, Any], folder: Path) -> None:
+    """Write a model with a config's family, head and options, but small sizes, and a byte
+    tokenizer."""
+    small = {**plain, **{k: min(v, plain[k]) for k, v in SIZES.items() if plain.get(k) is not None}}
+    if "num_key_value_heads" in plain:
+        grouped = plain["num_key_value_heads"] < plain["num_attention_heads"]
+        small["num_key_value_heads"] = 2 if grouped else small["num_attention_heads"]
+    tokens = zip(("pad", "bos", "eos"), (PAD, BOS, EOS))
+    small |= {f"{kind}_token_id": VOCAB.index(token) for kind, token in tokens}
+    (architecture,) = small.pop("architectures")
+    save_random_model(small, folder, architecture.endswith("ForSequenceClassification"))

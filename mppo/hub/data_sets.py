@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mppo.config.data_set_name import DataSetName
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.hub.download import explain, one_at_a_time
 from mppo.safety.input_files import read_text
 
@@ -123,7 +123,6 @@ def _configs(card: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _card(folder: Path) -> dict[str, Any]:
-    """Return the YAML header of a data set's card; empty without a card or a readable header."""
     try:
         text = read_text(folder / CARD, MAX_CARD_BYTES)
         _, header, _ = f"\n{text}".split("\n---\n", 2)
@@ -134,4 +133,4 @@ def _card(folder: Path) -> dict[str, Any]:
 
 
 def _error(wanted: DataSetName, why: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigIssue("data.train_files", wanted.name, why, fix)])
+    return config_error("data.train_files", wanted.name, why, fix)

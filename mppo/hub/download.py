@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.errors import ConfigError, config_error
 from mppo.config.sections.model import Hub
 from mppo.hub.builtin import cache_folder
 
@@ -61,7 +61,7 @@ def _from_modelscope(name: str, patterns: list[str]) -> Path:
     except ModuleNotFoundError as error:
         why = f"the package {error.name} is not installed"
         fix = 'pip install "mppo[modelscope]", or set model.hub: true for the Hugging Face Hub'
-        raise ConfigError([ConfigIssue("model.hub", "modelscope", why, fix)]) from error
+        raise config_error("model.hub", "modelscope", why, fix) from error
     try:
         with one_at_a_time(cache_folder() / f"modelscope--{name.replace('/', '--')}.lock"):
             folder = modelscope.snapshot_download(
@@ -78,7 +78,7 @@ def _from_modelscope(name: str, patterns: list[str]) -> Path:
 
 def _model_error(name: str, error: Exception, hub: str, fix: str) -> ConfigError:
     why = explain(error, f"cannot be downloaded from {hub}")
-    return ConfigError([ConfigIssue("model.path", name, why, fix)])
+    return config_error("model.path", name, why, fix)
 
 
 def explain(error: Exception, what: str) -> str:

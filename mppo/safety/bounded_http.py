@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mppo.safety.input_error import InputError
+from mppo.safety.input_files import unique_keys
 
 _PIECE = 1 << 16
 
@@ -68,7 +69,7 @@ def parse_answer(text: bytes) -> Any:
     """Parse a JSON text; NaN and infinities are accepted, because Python's servers send them.
     InputError if it is not JSON, repeats a key, or is nested too deeply."""
     try:
-        return json.loads(text.decode(), object_pairs_hook=_object)
+        return json.loads(text.decode(), object_pairs_hook=unique_keys)
     except RecursionError:
         raise InputError("nested too deeply") from None
     except UnicodeDecodeError:
@@ -178,12 +179,7 @@ class _Handler(urllib.request.AbstractHTTPHandler):
 
 class _BoundedResponse(http.client.HTTPResponse):
     def __init__(
-        self,
-        sock: Any,
-        *args: Any,
-        deadline: Callable[[], float],
-        max_bytes: int,
-        **options: Any,
+        self, sock: Any, *args: Any, deadline: Callable[[], float], max_bytes: int, **options: Any
     ):
         super().__init__(sock, *args, **options)
         self.fp.close()
@@ -191,8 +187,6 @@ class _BoundedResponse(http.client.HTTPResponse):
 
 
 class _BoundedReader(io.RawIOBase):
-    """Bytes from a socket, up to a deadline and a number of bytes."""
-
     def __init__(self, sock: Any, deadline: Callable[[], float], max_bytes: int) -> None:
         self._socket, self._raw = sock, sock.makefile("rb", buffering=0)
         self._deadline, self._max_bytes, self._received = deadline, max_bytes, 0
@@ -220,12 +214,3 @@ class _BoundedReader(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise InputError(f"the key {name[:40]!r} occurs twice")
-        found[name] = value
-    return found

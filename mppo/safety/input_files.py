@@ -47,16 +47,12 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(path, os.fstat(descriptor))  # the path may name another file by now
-        _check_content(path, descriptor)
+        if os.pread(descriptor, len(_LFS), 0) == _LFS:
+            raise InputError(f"{path}: {LFS_POINTER}; {LFS_FIX}")
     except (ValueError, OSError):
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
-
-
-def _check_content(path: Path, descriptor: int) -> None:
-    if os.pread(descriptor, len(_LFS), 0) == _LFS:
-        raise InputError(f"{path}: {LFS_POINTER}; {LFS_FIX}")
 
 
 def is_lfs_pointer(path: Path) -> bool:
@@ -109,7 +105,7 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
     ``nan`` see ``read_json``. InputError if it is not JSON, is nested deeper than ``MAX_DEPTH``, or
     holds a number of thousands of digits or half a surrogate pair."""
     text = _decoded(text, "the text") if isinstance(text, bytes) else text
-    hook, constant = _unique_keys if unique else None, None if nan else _refuse_constant
+    hook, constant = unique_keys if unique else None, None if nan else _refuse_constant
     try:
         content = json.loads(text, parse_constant=constant, object_pairs_hook=hook)
     except RecursionError as error:
@@ -121,7 +117,7 @@ def parse_json(text: str | bytes, unique: bool = False, nan: bool = False) -> An
         if "integer string conversion" in str(error):
             raise InputError("an integer of more than 4300 digits") from error
         raise
-    if text.count("[") + text.count("{") > MAX_DEPTH and _deeper_than(content, MAX_DEPTH):
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(content):
         raise InputError(f"nested more than {MAX_DEPTH} levels deep")
     if "\\ud" in text or "\\uD" in text:
         _check_pairs(json.dumps(content, ensure_ascii=False))
@@ -186,12 +182,12 @@ def _decoded(data: bytes, name: str) -> str:
         raise InputError(f"{name}: not UTF-8 at byte {error.start + 1}") from error
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise InputError(f"the key {twice!r} occurs twice")
+        raise InputError(f"the key {twice[:40]!r} occurs twice")
     return content
 
 
@@ -207,9 +203,9 @@ def _refuse_constant(name: str) -> Any:
     raise InputError(f"{name} is not JSON")
 
 
-def _deeper_than(content: Any, limit: int) -> bool:
+def _is_too_deep(content: Any) -> bool:
     level = [content] if isinstance(content, dict | list) else []
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         inner = [
             item
             for outer in level

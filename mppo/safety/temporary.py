@@ -1,4 +1,4 @@
-"""Temporary folders and shared memory, with their removal after a SIGKILL.
+"""Private files of a run: permissions, and temporary ones, which are removed after a SIGKILL.
 
 Every process has one private temporary folder, ``mppo-HOST-PID-START-RANDOM``: HOST is a hash of
 host name and boot; PID and START (in ticks since the boot) identify the process uniquely. The
@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+PRIVATE = 0o077
+"""The umask that denies group and others all access."""
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"mppo-([0-9a-f]{6})-(\d+)-(\d+)-\w+")
 _NOTES = "made_elsewhere"
@@ -162,3 +164,25 @@ def _start_ticks(pid: int) -> int | None:
     except (OSError, ValueError):
         return None
     return None if state in "ZX" else int(fields[18])
+
+
+@contextmanager
+def private_files(folder: Path) -> Iterator[None]:
+    """Make the files of this process and its servers private (0700 and 0600) inside the context.
+
+    An existing folder with the set-group-ID bit is shared: its group gets the same access to files
+    as to the folder (``chmod 2750``: read, ``2770``: read and write). Other users never get access.
+    """
+    before = os.umask(_umask(folder))
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _umask(folder: Path) -> int:
+    try:
+        mode = folder.stat().st_mode
+    except OSError:  # does not exist yet
+        return PRIVATE
+    return PRIVATE & ~(mode & stat.S_IRWXG) if mode & stat.S_ISGID else PRIVATE

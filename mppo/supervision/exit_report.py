@@ -51,7 +51,5 @@ def write_reason(reason: str) -> None:
     try:
         with Path(name).open("x") as file:
             json.dump(content, file)
-    except (
-        OSError
-    ):  # a reason was written before, or the disk refuses it: it has been printed in any case
+    except OSError:  # one was written before, or the disk refuses it: it has been printed anyhow
         return

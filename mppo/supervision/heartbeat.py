@@ -152,7 +152,6 @@ class _WatchedStore:
                 return
 
     def _connect(self, info: LaunchInfo) -> TCPStore:
-        """Connect to the store, which the first rank hosts on the rendezvous' interface."""
         port, listener = 0, None
         if info.rank == 0:
             listener = _listen(info.master_addr)
@@ -337,14 +336,8 @@ class Heartbeat:
 
     def _send_beat(self) -> None:
         self._beats_sent += 1
-        beat = Beat(
-            self._beats_sent,
-            phase.progress(),
-            phase.current(),
-            phase.last_step(),
-            socket.gethostname(),
-            os.getpid(),
-        )
+        state = phase.progress(), phase.current(), phase.last_step()
+        beat = Beat(self._beats_sent, *state, socket.gethostname(), os.getpid())
         self._store.set(f"beat/{self._info.rank}", json.dumps(asdict(beat)))
 
     def _forward_stop(self) -> None:

@@ -155,7 +155,6 @@ def _report_lost() -> None:
 
 
 def _exit_with_lost_rank(store: TCPStore, known: int) -> None:
-    """End this process when other ranks than the ``known`` ones are lost."""
     from torch.distributed import DistError
 
     with suppress(DistError):  # torchrun has exited, which the heartbeat notices
@@ -183,7 +182,6 @@ def _kill(process: int, name: str, seconds: float) -> None:
 
 
 def _other_ranks(launcher: int, command: str) -> list[int]:
-    """Processes that the launcher has started with the rank's command line."""
     children: list[int] = []
     with suppress(OSError):  # the launcher has ended
         for thread in Path(f"/proc/{launcher}/task").glob("*/children"):

@@ -43,7 +43,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _kill_group() -> None:
-    """Kill every process of the guard's process group, the guard included."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -142,7 +142,6 @@ def late_between_updates(done: int, of: int, began: float) -> bool:
 
 
 def _raise_if_any(here: bool, half_done: bool = False) -> None:
-    """Raise ``StepInterrupted`` on every rank if ``here`` is true on any. Collective."""
     if any(largest_of_ranks([here])):
         raise StepInterrupted(half_done)
 

@@ -17,10 +17,9 @@ from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
 from mppo.config.schema import Recipe
-from mppo.data.documents import load_documents
-from mppo.data.loader import PromptLoader, check_batch_size
+from mppo.data.examples import load_documents
+from mppo.data.loader import PromptLoader, check_batch_size, check_token_ids
 from mppo.data.source import PromptSet, load_prompts
-from mppo.data.token_ids import check_token_ids
 from mppo.dumps.step_dump import stale_dumps
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.models.role import Role

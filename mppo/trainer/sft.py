@@ -23,8 +23,8 @@ from mppo.batch.prompt import Prompt
 from mppo.config.schema import Recipe
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.config.sections.role_config import RoleConfig
+from mppo.data.examples import SupervisedExample, supervised_examples
 from mppo.data.source import PromptSet
-from mppo.data.supervised import SupervisedExample, supervised_examples
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
 from mppo.models.mini_batch import MiniBatch
 from mppo.models.optimizer import StepResult

@@ -53,9 +53,7 @@ class BucketLayout:
 
     @classmethod
     def plan(
-        cls,
-        tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
-        alignment: int = ALIGNMENT,
+        cls, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], alignment: int = ALIGNMENT
     ) -> BucketLayout:
         """Lay tensors, given by name, dtype and shape, out one after the other, each at a multiple
         of ``alignment`` bytes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,32 @@ from mppo.weights.slots import Slot, assert_partition, find_slots
 from mppo.weights.table import parameter_table
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """The result of a load on this rank: stored bytes read; parameters that keep their initial
-    values (a value head that the folder lacks); and ``extras``, tensors that no rank needs, such as
-    those of multi-token-prediction layers, or masks and rotary buffers of old checkpoints."""
-
-    parameters: int
-    bytes_read: int
-    fresh: tuple[str, ...]
-    extras: tuple[str, ...]
-
-
 def load_hf_weights(
-    folder: str | Path,
+    folder: str | Path | HFFolder,
     chunks: Sequence[Any],
     hf_config: Any,
     layout: Layout,
     coordinates: Coordinates,
-) -> LoadReport:
-    """Load this rank's chunks from a Hugging Face folder, without communication.
+) -> tuple[str, ...]:
+    """Load this rank's chunks from a Hugging Face folder, without communication. Return the
+    parameters that keep their initial values: a value head that the folder lacks.
 
     Raises:
         InputError: a tensor is missing or unknown, or its shape differs from config.json.
     """
     source = folder if isinstance(folder, HFFolder) else HFFolder(folder)
     shape = model_shape(hf_config)
-    table = parameter_table(shape)
-    slots = find_slots(chunks, table, layout, coordinates)
+    slots = find_slots(chunks, parameter_table(shape), layout, coordinates)
     assert_partition(chunks, slots)
-    extras = known_extras(source, shape)
-    fresh, filled, read_before = [], 0, source.bytes_read
+    known_extras(source, shape)
+    fresh = []
     with torch.no_grad():
         for slot in slots:
             if slot.entry.row.optional and slot.entry.hf[0] not in source.tensors:
                 fresh.append(slot.entry.name)
-                continue
-            _fill(slot, source, shape.kv_heads)
-            filled += 1
-    return LoadReport(filled, source.bytes_read - read_before, tuple(fresh), extras)
+            else:
+                _fill(slot, source, shape.kv_heads)
+    return tuple(fresh)
 
 
 def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
@@ -73,7 +59,8 @@ def _fill(slot: Slot, source: HFFolder, groups: int) -> None:
 
 
 def known_extras(source: HFFolder, shape: ModelShape) -> tuple[str, ...]:
-    """Check the folder's tensors against the table, and return the known ones outside it.
+    """Check the folder's tensors against the table, and return the known ones outside it, such as
+    those of multi-token-prediction layers, or masks and rotary buffers of old checkpoints.
 
     Raises:
         InputError: a tensor is neither in the table nor a known extra, is missing in the folder,

@@ -223,7 +223,6 @@ def _feed_forward(
 
 
 def _grouped_name(name: str) -> str:
-    """Name of an expert's weight inside a grouped linear layer."""
     return f"mlp.experts.{name.removeprefix('mlp.experts.local_experts.{e}.')}{{e}}"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mppo.parallel.collectives import all_gather_objects
+from mppo.parallel.groups import LayoutGroups
 from mppo.safety.disk import FileEntry, file_checksum, write_marker
 from mppo.weights.hf.output_folder import (
     MAX_SHARD_BYTES,
@@ -23,14 +24,14 @@ from mppo.weights.hf.output_folder import (
     write_tensor,
 )
 from mppo.weights.shape import model_shape
-from mppo.weights.stream import Groups, WeightStream
+from mppo.weights.stream import WeightStream
 
 
 def save_hf(
     folder: str | Path,
     chunks: Sequence[Any],
     hf_config: Any,
-    groups: Groups,
+    groups: LayoutGroups,
     source: str | Path | None = None,
     bucket_bytes: int = 512 << 20,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -55,18 +56,19 @@ def save_hf(
         create_files(headers)
     dist.barrier()
     # every rank has every tensor of the stream; each writes every world-th one
-    number = 0
-    for bucket in stream:
-        for name, tensor in bucket:
-            if number % dist.get_world_size() == rank:
-                write_tensor(places[name], tensor)
-            number += 1
+    for number, (name, tensor) in enumerate(chain.from_iterable(stream)):
+        if number % dist.get_world_size() == rank:
+            write_tensor(places[name], tensor)
     dist.barrier()
     files = _checksums(sorted(headers))
     kept = None
     if rank == 0:
         weights_dtype = next(dtype for dtype, shape in tensors.values() if len(shape) == 2)
-        _write_companions(building, hf_config, source, weights_dtype)
+        if source is None:
+            hf_config.save_pretrained(building)
+        else:
+            bins = model_shape(hf_config).value_bins
+            copy_companions(Path(source), building, weights_dtype, bins)
         write_index(building, places)
         others = [file for file in building.iterdir() if file not in headers]
         files |= {file.name: file_checksum(file) for file in others}
@@ -82,13 +84,3 @@ def _checksums(files: Sequence[Path]) -> dict[str, FileEntry]:
         file.name: file_checksum(file) for file in files[dist.get_rank() :: dist.get_world_size()]
     }
     return {name: entry for part in all_gather_objects(mine) for name, entry in part.items()}
-
-
-def _write_companions(
-    building: Path, hf_config: Any, source: str | Path | None, dtype: torch.dtype
-) -> None:
-    if source is not None:
-        bins = model_shape(hf_config).value_bins
-        copy_companions(Path(source), building, dtype, bins)
-    else:
-        hf_config.save_pretrained(building)

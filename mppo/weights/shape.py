@@ -12,10 +12,8 @@ from typing import Any
 
 from mppo import register
 from mppo.safety.input_error import InputError
-from mppo.weights.refused_families import DIFFERENT, RENAMED
 
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-FAMILIES = register.family.own
 _SHARED_FAMILIES = (*MLA_FAMILIES, "glm4_moe")
 """Mixtures with shared experts and dense first layers under DeepSeek's keys."""
 _PLAIN_FAMILIES = ("gpt_neox", "opt")
@@ -31,6 +29,55 @@ VALUE_BINS = "value_bins"
 """mppo's key of config.json for the outputs of a value head; absent: 1."""
 _POSITION_OFFSET = 2
 """Rows of OPT's learned positions before that of the first token."""
+
+
+_DELTA_NET = (
+    "three of four layers are gated delta nets, which Megatron-Core refuses for packed sequences "
+    "(ssm/gated_delta_net.py: NotImplementedError)"
+)
+_INDEXER = (
+    "an indexer selects the keys of its attention, which Megatron-Core refuses for packed "
+    "sequences (experimental_attention_variant/dsa.py)"
+)
+_TWO_ROPES = (
+    "layers with and without a window rotate with different bases, and Megatron-Core has one for "
+    "all layers"
+)
+_WHOLE_NORMS = (
+    "it norms queries and keys over all heads together, and Megatron-Core each head by itself"
+)
+_SCALED_QUERIES = (
+    "queries are scaled by their position (llama_4_scaling_beta), which Megatron-Core does not do"
+)
+
+DIFFERENT: dict[str, str] = {
+    "gpt_oss": "its attention has a learned sink per head, its experts have biases, a clamped "
+    "activation and gate and up row by row in one tensor of all experts; the attention and the "
+    "weight table of mppo have none of these",
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    "deepseek_v32": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "gemma3": _TWO_ROPES,
+    "gemma3_text": _TWO_ROPES,
+    "olmo2": _WHOLE_NORMS,
+    "olmo3": _WHOLE_NORMS,
+    "ministral3": _SCALED_QUERIES,
+    "mistral3": _SCALED_QUERIES,
+    "phi3": "one tensor holds all queries, then all keys, then all values, an order that the "
+    "weight table of mppo does not have",
+}
+"""Why mppo does not compute a family that users ask for, by ``model_type``: what Megatron-Core
+0.16.1 lacks, and what the family needs in transformers 5.12.1."""
+
+RENAMED: dict[str, tuple[str, str]] = {
+    "kimi_k2": ("deepseek_v3", "Kimi-K2's layers and tensors are DeepSeek-V3's"),
+    "mimo": ("qwen2", "MiMo-7B's layers and tensors are Qwen2's"),
+}
+"""The family that computes the same, and why, by a ``model_type`` that transformers lacks."""
 
 
 @dataclass(frozen=True)
@@ -253,13 +300,9 @@ def _learned_positions(hf_config: Any) -> dict[str, int]:
 
 
 def _mla_shape(hf_config: Any) -> MLAShape:
-    return MLAShape(
-        q_lora_rank=getattr(hf_config, "q_lora_rank", None),
-        kv_lora_rank=required(hf_config, "kv_lora_rank"),
-        qk_nope_head_dim=required(hf_config, "qk_nope_head_dim"),
-        qk_rope_head_dim=required(hf_config, "qk_rope_head_dim"),
-        v_head_dim=required(hf_config, "v_head_dim"),
-    )
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {key: required(hf_config, key) for key in keys}
+    return MLAShape(getattr(hf_config, "q_lora_rank", None), **sizes)
 
 
 def _expert_sizes(hf_config: Any, like: str) -> dict[str, Any]:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mppo.parallel.collectives import all_gather_objects
-from mppo.parallel.layout import Coordinates, Layout
+from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
 from mppo.weights.copies import BufferCopy, Slice, copy_tensors, folded, slice_copy
@@ -27,22 +26,8 @@ from mppo.weights.shape import model_shape
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, Table, parameter_table
 
-
-class Groups(Protocol):
-    """A layout, this rank's coordinates in it, and its process groups (None: a group of one)."""
-
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def coordinates(self) -> Coordinates: ...
-    @property
-    def tp(self) -> dist.ProcessGroup | None: ...
-    @property
-    def pp(self) -> dist.ProcessGroup | None: ...
-    @property
-    def ep(self) -> dist.ProcessGroup | None: ...
-    @property
-    def etp(self) -> dist.ProcessGroup | None: ...
+if TYPE_CHECKING:  # it imports Megatron, which a plan does not need
+    from mppo.parallel.groups import LayoutGroups
 
 
 @dataclass(frozen=True)
@@ -76,11 +61,7 @@ class WeightStream:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        hf_config: Any,
-        groups: Groups,
-        bucket_bytes: int,
+        self, chunks: Sequence[Any], hf_config: Any, groups: LayoutGroups, bucket_bytes: int
     ) -> None:
         self.table = parameter_table(model_shape(hf_config))
         self.groups, self.layout, self.coordinates = groups, groups.layout, groups.coordinates
@@ -89,7 +70,9 @@ class WeightStream:
         held = [(s.entry.row.where, s.entry.layer, s.entry.row.name, s.tensor.dtype) for s in slots]
         stages = all_gather_objects(held, self.layout.pp, groups.pp)
         self._dtypes = {(layer, row): stored for stage in stages for _, layer, row, stored in stage}
-        self._buckets = self._plan(stages, bucket_bytes)
+        units = plan_units(self.table, self.layout, owners(stages))
+        cut = cut_buckets(units, bucket_bytes, lambda entry: self._dtype(entry).itemsize)
+        self._buckets = tuple(map(self._bucket_plan, cut))
 
     def __iter__(self) -> Iterator[WeightBucket]:
         # a parameter's tensor may be another one now, such as its moving average
@@ -121,16 +104,6 @@ class WeightStream:
 
     def _dtype(self, entry: Entry) -> torch.dtype:
         return self._dtypes[entry.layer, entry.row.name]
-
-    def _plan(self, stages: list[list[tuple]], bucket_bytes: int) -> tuple[BucketPlan, ...]:
-        units = plan_units(self.table, self.layout, owners(stages))
-
-        def exported(entry: Entry) -> int:
-            return self._dtype(entry).itemsize
-
-        return tuple(
-            self._bucket_plan(bucket) for bucket in cut_buckets(units, bucket_bytes, exported)
-        )
 
     def _bucket_plan(self, units: list[Unit]) -> BucketPlan:
         layout = BucketLayout.plan(
@@ -177,8 +150,8 @@ class WeightStream:
                 # every rank packs the same local experts, so only the global index differs
                 shift = (number // etp - self.coordinates.ep) * per_rank
                 for slot, first in zip(own, firsts):
-                    row, expert = slot.entry.row, _shifted(slot.entry.expert, shift)
-                    entry = Entry(row, slot.entry.layer, expert)
+                    assert slot.entry.expert is not None
+                    entry = replace(slot.entry, expert=slot.entry.expert + shift)
                     yield slot, entry, number % etp, number * len(packed) + first
 
         self._unpack("expert parallel", gathered, shards(), plan, bucket)
@@ -262,7 +235,7 @@ def cut_buckets(
     bucket: list[Unit] = []
     total = 0
     for unit in units:
-        nbytes = sum(map(partial(exported_bytes, itemsize=itemsize), unit.entries))
+        nbytes = sum(exported_bytes(entry, itemsize) for entry in unit.entries)
         if bucket and (bucket[0].stage != unit.stage or total + nbytes > bucket_bytes):
             yield bucket
             bucket, total = [], 0
@@ -291,11 +264,6 @@ def _layer_units(table: Table, layout: Layout, layer: int, stage: int) -> Iterat
     for local in range(per_rank):
         experts = range(local, table.shape.num_experts, per_rank)
         yield Unit(stage, tuple(Entry(r, layer, e) for e in experts for r in expert_rows), local)
-
-
-def _shifted(expert: int | None, shift: int) -> int:
-    assert expert is not None
-    return expert + shift
 
 
 def _all_gather(flat: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:

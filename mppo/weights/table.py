@@ -8,7 +8,7 @@ group. ``docs/adding_a_family.md`` shows how to add rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,6 +92,16 @@ class Table:
             yield from self.layer_entries(layer)
         ends = [row for row in self.rows if row.where in ("final", "output")]
         yield from (Entry(row) for row in ends if row.alias_of is None)
+
+    def stored_entries(self, is_stored: Callable[[Entry], bool]) -> Iterator[Entry]:
+        """The entries to read from a model's files: a value model may lack the projection."""
+        value = self.value_entry()
+        has_value = is_stored(value)
+        for entry in self.entries():
+            if not (has_value and entry.row.where == "output" and not is_stored(entry)):
+                yield entry
+        if has_value:
+            yield value
 
     def hf_shapes(self) -> dict[str, Shape]:
         """Shape of every Hugging Face tensor of the causal language model."""

@@ -14,9 +14,8 @@ from mppo.rollout.transport.slice_load import load, slice_table
 from mppo.rollout.transport.slice_sync import message_row
 from mppo.weights.blocks import ZERO
 from mppo.weights.shape import ModelShape, model_shape
-from mppo.weights.slices.engine_tensors import engine_tensor
 from mppo.weights.slices.plan import SliceRequest
-from mppo.weights.slices.reshard import engine_blocks
+from mppo.weights.slices.reshard import engine_blocks, engine_tensor
 from mppo.weights.slices.source import SliceStream
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table

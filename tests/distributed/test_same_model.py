@@ -18,12 +18,12 @@ from torch import nn
 from varied_models import V2, V3, VARIANTS, WINDOW, save_variant, yarn
 from weights_worker import LENGTHS, Case, sequences, worker
 
+from mppo import register
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.transformers_model import empty_model, load_model
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
-from mppo.weights.shape import FAMILIES
 
 TOLERANCE = 1e-5
 """Tolerance in nats for one token's log-probability in float32."""
@@ -73,7 +73,7 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def test_every_family_is_varied_and_sequences_exceed_windows():
-    assert {variant.config.model_type for variant in VARIANTS.values()} == set(FAMILIES)
+    assert {variant.config.model_type for variant in VARIANTS.values()} == set(register.family.own)
     assert min(LENGTHS) > WINDOW
 
 

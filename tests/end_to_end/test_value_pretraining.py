@@ -63,7 +63,7 @@ assert again.steps == 6 and again.gate_held is False, "a finished run says it ag
 exported = failed.folder / "critic"
 assert json.loads((exported / "config.json").read_text())["value_bins"] == 21
 saved, converted = failed.folder / "checkpoints/global_step_6/critic", root / "converted"
-megatron_to_hf(saved, converted, Ranks(0, 1, lambda: None), resolve_model("builtin:tiny"))
+megatron_to_hf(saved, converted, Ranks(), resolve_model("builtin:tiny"))
 heads = [HFFolder(folder).read("score.weight") for folder in (exported, converted)]
 assert heads[0].shape[0] == 21 and torch.equal(*heads)
 assert json.loads((converted / "config.json").read_text())["value_bins"] == 21

@@ -15,7 +15,7 @@ from pages.world import RECIPE
 from weights_worker import Case, sequences, worker
 
 from mppo.config.sections.registered import load_plugin_files
-from mppo.hub.small_models import write_small_model
+from mppo.hub.builtin import write_small_model
 from mppo.models.transformers_model import load_model
 
 NAME = "ernie4_5"

@@ -13,8 +13,7 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from mppo.checkpoint.checkpointer import Checkpointer
-from mppo.checkpoint.staging import HostBuffers
-from mppo.checkpoint.writer import SaveJob, SaveThread
+from mppo.checkpoint.writer import HostBuffers, SaveJob, SaveThread
 from mppo.trainer.run import Run
 from mppo.trainer.update.phase import UpdatePhase
 

@@ -26,7 +26,7 @@ from mppo.config.load import load_recipe
 from mppo.config.sections.agent import AgentConfig, ToolConfig
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.sections.rollout import SamplingConfig
-from mppo.data.chat_renderer import ChatRenderer
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer

@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 
 from mppo.agents.endpoint.prompts import TurnText
-from mppo.data.chat_renderer import ChatRenderer
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
 
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from mppo.checkpoint.staging import HostBuffers
-from mppo.checkpoint.writer import PlannedShards
+from mppo.checkpoint.writer import HostBuffers, PlannedShards
 
 
 def planned(tensor: torch.Tensor, buffers: HostBuffers | None) -> PlannedShards:

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from mppo.config.errors import ConfigError
-from mppo.data.chat_renderer import ChatRenderer
-from mppo.data.chat_template import render_each, render_with
+from mppo.data import chat_template
+from mppo.data.chat_template import ChatRenderer, render_with
 from mppo.hub.builtin import byte_tokenizer
 
 KEY = "rollout.agent"
@@ -56,11 +56,12 @@ def test_the_texts_are_those_of_a_process_of_its_own(tokenizer, renderer):
 
 
 def test_a_conversation_that_fails_or_exceeds_a_limit_stops_no_other(tokenizer, renderer):
-    found = renderer.render_each(CONVERSATIONS)
-    expected = render_each(tokenizer, CONVERSATIONS, KEY)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert type(mine) is type(theirs)
-        assert mine == theirs or isinstance(mine, ConfigError)
+    found = []
+    while len(found) < len(CONVERSATIONS):
+        found += renderer.render_some(CONVERSATIONS[len(found) :])
+    texts = {i: each for i, each in enumerate(found) if isinstance(each, str)}
+    good = render_with(tokenizer, [CONVERSATIONS[i] for i in (0, 1, 6)], KEY)
+    assert texts == dict(zip((0, 1, 6), good, strict=True))
     errors = [str(each) for each in found if isinstance(each, ConfigError)]
     assert ["no call" in errors[0], "takes more than" in errors[1]] == [True, True]
     assert "5000" in errors[2]
@@ -98,3 +99,12 @@ def test_a_tokenizer_without_a_template_is_told(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         ChatRenderer(tokenizer, KEY).render(CONVERSATIONS[0])
+
+
+def test_the_limit_of_time_of_a_data_set_holds_for_all_prompts_together(tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_template, "CPU_S", 0.0)
+    tokenizer.chat_template = (
+        "{% for a in range(20) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match=r"takes more than 1 s .*killed by 24"):
+        render_with(tokenizer, CONVERSATIONS[:1] * 100, KEY)

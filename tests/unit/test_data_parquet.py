@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mppo.config.errors import ConfigError
-from mppo.data import parquet as reader
+from mppo.data import records as reader
 from mppo.data.records import read_records
 
 pyarrow = pytest.importorskip("pyarrow", reason="the optional package pyarrow is missing")

@@ -7,9 +7,9 @@ import torch
 
 from mppo.config.errors import ConfigError
 from mppo.config.sections.data import DataConfig
+from mppo.data.examples import supervised_examples
 from mppo.data.rows import MAX_FAULTS
 from mppo.data.source import load_prompts
-from mppo.data.supervised import supervised_examples
 from mppo.hub.builtin import load_tokenizer, resolve_model
 
 ROWS = [{"prompt": "1+2=", "answer": 3, "level": 1}, {"prompt": "10+20=", "answer": "30"}]

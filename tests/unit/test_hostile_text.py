@@ -14,8 +14,8 @@ from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.turn_answers import HostedAnswers
 from mppo.config.sections.agent import AgentConfig
 from mppo.config.sections.trainer import TrainerConfig
-from mppo.data import chat_renderer
-from mppo.data.chat_renderer import ChatRenderer
+from mppo.data import chat_template
+from mppo.data.chat_template import ChatRenderer
 from mppo.dumps.step_dump import read_header_of
 from mppo.hub.builtin import byte_tokenizer
 from mppo.report.console import SampleRow, StepConsole
@@ -119,7 +119,7 @@ TEMPLATE = """{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exce
 def test_messages_that_the_template_cannot_render_end_their_own_conversation_only(monkeypatch):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    monkeypatch.setattr(chat_renderer, "CPU_S", 1.0)
+    monkeypatch.setattr(chat_template, "CPU_S", 1.0)
     renderer = ChatRenderer(tokenizer, "rollout.agent")
     text = TurnText(tokenizer, renderer)
     says = [[{"role": "tool", "content": each}] for each in ("a", "bad", "b", "long", "c")]

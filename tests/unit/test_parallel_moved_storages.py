@@ -6,7 +6,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from mppo.checkpoint.staging import give_own_storages
+from mppo.checkpoint.writer import give_own_storages
 from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.hf.safetensors_file import byte_view
 

@@ -8,12 +8,12 @@ import pytest
 import transformers as hf
 from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, TIED, YARN
 
+from mppo import register
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.rollout.sglang.model_support import SERVED, engine_issues, sglang_settings
 from mppo.rollout.sglang.server_options import server_environment, server_options
-from mppo.weights.shape import FAMILIES
 
 WINDOW = 100
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
@@ -154,8 +154,8 @@ def recipe(*overrides: str, engine: str = "sglang", prompt: int = 50, response: 
 
 
 def test_every_family_is_in_the_table() -> None:
-    assert SERVED.keys() == set(FAMILIES)
-    assert {make().model_type for make in FITS.values()} == set(FAMILIES)
+    assert SERVED.keys() == set(register.family.own)
+    assert {make().model_type for make in FITS.values()} == set(register.family.own)
 
 
 @pytest.mark.parametrize("name", FITS)

@@ -9,7 +9,7 @@ import pytest
 
 from mppo.config.document import parse_yaml
 from mppo.config.errors import ConfigError
-from mppo.data.chat_template import render
+from mppo.data.chat_template import render_with
 from mppo.hub.builtin import byte_tokenizer
 from mppo.safety.input_files import MAX_DEPTH, inside, open_file, parse_json, read_json
 from mppo.weights.hf.config_file import check_numbers
@@ -92,9 +92,11 @@ def test_a_template_gives_the_same_text_in_its_own_process():
     expected = tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, tokenize=False
     )
-    assert render(TEMPLATE, tokenizer.special_tokens_map, conversations) == expected
+    assert render_with(tokenizer, conversations, "key") == expected
 
 
 def test_a_templates_own_error_is_reported():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match="roles must alternate"):
-        render("{{ raise_exception('roles must alternate') }}", {}, [MESSAGES])
+        render_with(tokenizer, [MESSAGES], "key")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mppo.safety.private import private_files
+from mppo.safety.temporary import private_files
 
 
 def modes_inside(folder) -> tuple[int, int]:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.coverage import check_complete, needed_shape
+from mppo.weights.torch_dist.contents import Chunk, GlobalTensor, check_complete, needed_shape
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

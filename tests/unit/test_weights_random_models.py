@@ -200,12 +200,13 @@ def test_any_rank_of_any_layout_loads_its_slices(tmp_path_factory, config, tp, e
     stage = range(edges[place.pp], edges[place.pp + 1])
     ends = (stage.start == 0, stage.stop == count)
     chunk, entries = stage_of(table, layout, place, stage, ends)
-    report = load_hf_weights(folder, [chunk], config, layout, place)
+    source = HFFolder(folder)
+    load_hf_weights(source, [chunk], config, layout, place)
     complete, held = parameters(model, of_model), parameters(chunk, entries)
     for entry, tensor in held.items():
         expected = cut(complete[entry], entry.row, *group(entry, layout, place))
         assert torch.equal(tensor, expected), entry.name
-    assert report.bytes_read == sum(
+    assert source.bytes_read == sum(
         without_padding(*pair, place.tp).nbytes for pair in held.items()
     )
 
@@ -241,7 +242,8 @@ def test_a_rank_reads_and_allocates_no_more_than_its_slices(tmp_path, name):
         chunk, entries = stage_of(table, layout, place, stage, (place.pp == 0, stage.stop == 2))
         before = bytes_read_by_calls()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
-            report = load_hf_weights(folder, [chunk], EXPERTS, layout, place)
+            source = HFFolder(folder)
+            load_hf_weights(source, [chunk], EXPERTS, layout, place)
         called = bytes_read_by_calls() - before
         held = parameters(chunk, entries)
         mapped = sum(
@@ -249,7 +251,7 @@ def test_a_rank_reads_and_allocates_no_more_than_its_slices(tmp_path, name):
             for entry, tensor in held.items()
             if entry.row.dim == 1 and group(entry, layout, place)[1] == 2
         )
-        assert report.bytes_read == sum(tensor.nbytes for tensor in held.values())
-        assert report.bytes_read <= most * total
-        assert 0 <= called - (report.bytes_read - mapped) <= SMALL_READS
+        assert source.bytes_read == sum(tensor.nbytes for tensor in held.values())
+        assert source.bytes_read <= most * total
+        assert 0 <= called - (source.bytes_read - mapped) <= SMALL_READS
         assert not any(event.cpu_memory_usage > 0 for event in allocations.events())

@@ -46,7 +46,6 @@ class EmptyFolder(HFFolder):
             name: StoredTensor(self.path, 0, torch.bfloat16, shape)
             for name, shape in shapes.items()
         }
-        self.bytes_read = 0
         self._scales = {}
 
     def read_into(self, target: Tensor, name: str, dim: int = 0, start: int = 0) -> None:
@@ -73,7 +72,7 @@ def install(
 
     def load_weights(path: Any, chunks: Any, hf_config: Any, groups: Any) -> tuple[str, ...]:
         folder: Any = EmptyFolder(hf_config)
-        return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates).fresh
+        return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates)
 
     role_weights.load_weights = load_weights
     roles.resolve_model = lambda path, seed=0: Path(path)

@@ -107,6 +107,7 @@ def _numbers(like: torch.Tensor, number: int) -> torch.Tensor:
 
 def _save(roles: dict[str, Any], folder: Path) -> None:
     """Write the roles as a checkpoint does."""
+    from mppo.checkpoint.folder import Manifest
     from mppo.checkpoint.role_state import sharded_state
     from mppo.checkpoint.writer import NOTES, SaveJob, plan_shards
 
@@ -116,8 +117,8 @@ def _save(roles: dict[str, Any], folder: Path) -> None:
         (building / name).mkdir()
         with role.groups.active():
             shards[name] = plan_shards(sharded_state(role), building / name, None)
-    nothing = lambda *args: None  # noqa: E731
-    job = SaveJob(building, folder, 0, 1, shards, {}, nothing, nothing, patience_s=600.0)
+    manifest = Manifest(0, 1, {}, {}, {}, "0")
+    job = SaveJob(building, folder, 0, 1, shards, {}, manifest, lambda: None, patience_s=600.0)
     job.run()
     if job.error is not None:
         raise job.error

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.refusal import invalid
 from mppo.config.errors import ConfigError
-from mppo.data.chat_renderer import ChatRenderer
+from mppo.data.chat_template import ChatRenderer
 from mppo.hub.tokenizing import tokens_of
 from mppo.safety.input_error import InputError
 

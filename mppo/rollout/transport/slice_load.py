@@ -87,7 +87,7 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _check_order(model: nn.Module) -> None:
-    """Check that fused parameters have the order of ``mppo.weights.slices.engine_tensors``; the
+    """Check that fused parameters have the order of ``mppo.weights.slices.reshard``; the
     shapes are the same in either order."""
     for name, module in model.named_modules():
         kernel = getattr(module, "quant_method", None)

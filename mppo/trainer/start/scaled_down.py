@@ -128,7 +128,7 @@ def _replace_models(twin: dict[str, Any], recipe: Recipe, configs: ModelConfigs)
 
 def _small_model(path: str, recipe: Recipe, configs: ModelConfigs) -> str:
     """A small model of the family of a recipe's model; an embedded one if its config is unknown."""
-    from mppo.hub.small_models import cached_small_model
+    from mppo.hub.builtin import cached_small_model
 
     hub = recipe.model.hub
     try:

@@ -17,8 +17,7 @@ from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
 from mppo.report.run_record import read_run
 from mppo.report.status import finished_steps
-from mppo.safety.private import private_files
-from mppo.safety.temporary import remove_leftovers
+from mppo.safety.temporary import private_files, remove_leftovers
 from mppo.supervision import exit_report, stop_request
 from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import begin, phase

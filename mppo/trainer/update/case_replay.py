@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mppo.batch.outputs import Experience
-from mppo.checkpoint.run_state import load_roles
+from mppo.checkpoint.role_state import load_roles
 from mppo.config.load import load_recipe
 from mppo.dumps.experience_files import named_tensors
 from mppo.dumps.stale import stale_reason

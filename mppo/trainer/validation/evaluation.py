@@ -23,8 +23,8 @@ from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.rules.rule import has_interleaved_role
 from mppo.config.schema import Recipe
+from mppo.data.loader import check_token_ids
 from mppo.data.source import load_prompts
-from mppo.data.token_ids import check_token_ids
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
 from mppo.parallel import device
@@ -46,8 +46,8 @@ from mppo.trainer.validation.metrics import metrics_table, validation_metrics
 from mppo.trainer.validation.opponent import Opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
-from mppo.weights.hf.full_tensors import full_tensors
 from mppo.weights.model_folder import companion_folder
+from mppo.weights.torch_dist.reader import full_tensors
 
 
 @dataclass(frozen=True)

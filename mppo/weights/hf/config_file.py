@@ -11,46 +11,34 @@ from typing import Any
 
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
-from mppo.weights.refused_families import RENAMED
-from mppo.weights.shape import VALUE_BINS, check_model_type, refuse
+from mppo.weights.shape import RENAMED, VALUE_BINS, check_model_type, refuse
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 _LAYERS, _HEADS, _EXPERTS = 1 << 10, 1 << 12, 1 << 13
 _WIDTH, _LONG, _TOKENS = 1 << 20, 1 << 24, 1 << 30
-SIZES: dict[str, tuple[int, int]] = {
-    "num_hidden_layers": (1, _LAYERS),
-    "first_k_dense_replace": (0, _LAYERS),
-    "num_nextn_predict_layers": (0, _LAYERS),
-    "decoder_sparse_step": (0, _LAYERS),
-    "moe_layer_freq": (0, _LAYERS),
-    "hidden_size": (1, _WIDTH),
-    "intermediate_size": (1, _WIDTH),
-    "ffn_dim": (1, _WIDTH),
-    "word_embed_proj_dim": (1, _WIDTH),
-    "moe_intermediate_size": (1, _WIDTH),
-    "shared_expert_intermediate_size": (0, _WIDTH),
-    "head_dim": (1, _WIDTH),
-    "q_lora_rank": (1, _WIDTH),
-    "kv_lora_rank": (1, _WIDTH),
-    "qk_nope_head_dim": (1, _WIDTH),
-    "qk_rope_head_dim": (1, _WIDTH),
-    "v_head_dim": (1, _WIDTH),
-    "num_attention_heads": (1, _HEADS),
-    "num_key_value_heads": (1, _HEADS),
-    "num_experts": (0, _EXPERTS),
-    "n_routed_experts": (0, _EXPERTS),
-    "num_local_experts": (0, _EXPERTS),
-    "n_shared_experts": (0, _EXPERTS),
-    "num_experts_per_tok": (0, _EXPERTS),
-    "n_group": (0, _EXPERTS),
-    "topk_group": (0, _EXPERTS),
-    "vocab_size": (1, _LONG),
-    VALUE_BINS: (1, _HEADS),
-    "max_window_layers": (0, _TOKENS),
-    "max_position_embeddings": (1, _TOKENS),
-    "sliding_window": (0, _TOKENS),
-}
+_KEYS_BY_SIZE = {
+    (1, _LAYERS): ("num_hidden_layers",),
+    (0, _LAYERS): (
+        "first_k_dense_replace", "num_nextn_predict_layers", "decoder_sparse_step",
+        "moe_layer_freq",
+    ),
+    (1, _WIDTH): (
+        "hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim",
+        "moe_intermediate_size", "head_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+        "qk_rope_head_dim", "v_head_dim",
+    ),
+    (0, _WIDTH): ("shared_expert_intermediate_size",),
+    (1, _HEADS): ("num_attention_heads", "num_key_value_heads", VALUE_BINS),
+    (0, _EXPERTS): (
+        "num_experts", "n_routed_experts", "num_local_experts", "n_shared_experts",
+        "num_experts_per_tok", "n_group", "topk_group",
+    ),
+    (1, _LONG): ("vocab_size",),
+    (1, _TOKENS): ("max_position_embeddings",),
+    (0, _TOKENS): ("max_window_layers", "sliding_window"),
+}  # fmt: skip
+SIZES = {key: limits for limits, keys in _KEYS_BY_SIZE.items() for key in keys}
 """Least and most value of every size, an integer; the limits are far beyond existing models. Each
 family checks for itself where null is valid."""
 

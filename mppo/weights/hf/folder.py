@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_header
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_at, read_header
 
 INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"
@@ -34,7 +33,8 @@ class HFFolder:
         if not self.path.is_dir():
             raise InputError(f"{path}: no such folder")
         stored: dict[str, StoredTensor] = {}
-        for file in self._files():
+        index = self._index()
+        for file in self._files(index):
             for name, tensor in read_header(file).items():
                 if name in stored:
                     raise InputError(
@@ -42,7 +42,12 @@ class HFFolder:
                         "the files"
                     )
                 stored[name] = tensor
-        self._check_index(stored)
+        lost = [name for name in index or {} if name not in stored]
+        if lost:
+            raise InputError(
+                f"{path}: {INDEX} names {len(lost)} tensors that no file holds, such as {lost[0]}; "
+                "download the folder again"
+            )
         self._scales = {
             name: tensor
             for name, tensor in stored.items()
@@ -65,8 +70,7 @@ class HFFolder:
             )
         return places
 
-    def _files(self) -> list[Path]:
-        index = self._index()
+    def _files(self, index: dict[str, str] | None) -> list[Path]:
         if index is None:
             names = sorted(file.name for file in self.path.glob("*.safetensors"))
             if not names:
@@ -83,14 +87,6 @@ class HFFolder:
                 "the folder again"
             )
         return sorted(files)
-
-    def _check_index(self, stored: dict[str, StoredTensor]) -> None:
-        lost = [name for name in self._index() or {} if name not in stored]
-        if lost:
-            raise InputError(
-                f"{self.path}: {INDEX} names {len(lost)} tensors that no file holds, such as "
-                f"{lost[0]}; download the folder again"
-            )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored(name).shape
@@ -157,14 +153,9 @@ class HFFolder:
     def _read_bytes(self, target: Tensor, stored: StoredTensor, start: int) -> None:
         row = stored.nbytes // max(stored.shape[0], 1) if stored.shape else 0
         view = byte_view(target)
-        offset, done = stored.offset + start * row, 0
         with open(stored.file, "rb", buffering=0) as stream:
-            while done < len(view):
-                read = os.preadv(stream.fileno(), [view[done:]], offset + done)
-                if read <= 0:
-                    raise InputError(f"{stored.file}: cut short while reading")
-                done += read
-        self.bytes_read += done
+            read_at(stream.fileno(), view, stored.offset + start * row, stored.file)
+        self.bytes_read += len(view)
 
     def _stretch(self, stored: StoredTensor, dim: int, start: int, length: int) -> Tensor:
         part = self._view(stored).narrow(dim, start, length)

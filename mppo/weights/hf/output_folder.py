@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def publish(folder: Path) -> Path | None:
     return kept
 
 
-@contextmanager
-def open_for_offsets(file: Path) -> Iterator[int]:
-    descriptor = os.open(file, os.O_WRONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def write_all(descriptor: int, data: Any, offset: int) -> None:
     view = memoryview(data).cast("B")
     done = 0
@@ -79,8 +69,8 @@ def write_tensor(place: StoredTensor, tensor: Tensor) -> None:
     if not tensor.numel():
         return
     view = byte_view(tensor.detach().cpu().contiguous())
-    with naming(place.file), open_for_offsets(place.file) as descriptor:
-        write_all(descriptor, view, place.offset)
+    with naming(place.file), place.file.open("r+b", buffering=0) as stream:
+        write_all(stream.fileno(), view, place.offset)
 
 
 def plan_files(
@@ -149,9 +139,8 @@ def companion_files(source: Path) -> list[str]:
 
 def copy_companions(
     source: Path, folder: Path, dtype: torch.dtype | None = None, value_bins: int = 1
-) -> list[str]:
-    """Copy configuration, tokenizer, chat template and code of a Hugging Face folder; return the
-    names.
+) -> None:
+    """Copy configuration, tokenizer, chat template and code of a Hugging Face folder.
 
     Args:
         dtype: written to ``config.json`` as the weights' dtype; quantisation settings are then
@@ -168,4 +157,3 @@ def copy_companions(
         config.pop("quantization_config", None)
         config |= {VALUE_BINS: value_bins} if value_bins > 1 else {}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return copied

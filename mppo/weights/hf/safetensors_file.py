@@ -115,6 +115,16 @@ def are_sizes(numbers: Any) -> TypeGuard[list[int]]:
     )
 
 
+def read_at(descriptor: int, into: memoryview, offset: int, file: Path) -> None:
+    """Fill ``into`` from an open file; InputError if the file is cut short."""
+    done = 0
+    while done < len(into):
+        read = os.preadv(descriptor, [into[done:]], offset + done)
+        if read <= 0:
+            raise InputError(f"{file}: cut short while reading")
+        done += read
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor as bytes. ``Tensor.numpy`` would forbid that the
     tensor's memory is ever freed in place."""

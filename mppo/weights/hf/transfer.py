@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.output_folder import write_all
-from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_at
 
 BUFFER_BYTES = 32 << 20
 OPEN_FILES = 64
@@ -128,7 +128,6 @@ class Copier:
     def _fill(
         self, window: np.ndarray, target: StoredTensor, first: int, count: int, stretch: Stretch
     ) -> None:
-        """Fill the part of ``stretch`` that lies in the window of ``count`` rows from ``first``."""
         begin = max(first, stretch.target_row)
         end = min(first + count, stretch.target_row + stretch.rows)
         if begin >= end:
@@ -167,13 +166,8 @@ class Copier:
         return values.float().mul_(spread)
 
     def _read(self, source: StoredTensor, first: int, count: int, into: memoryview) -> None:
-        descriptor = self._open(source.file, os.O_RDONLY)
-        offset, done = source.offset + first * _row_bytes(source), 0
-        while done < len(into):
-            read = os.preadv(descriptor, [into[done:]], offset + done)
-            if read <= 0:
-                raise InputError(f"{source.file}: cut short while reading")
-            done += read
+        offset = source.offset + first * _row_bytes(source)
+        read_at(self._open(source.file, os.O_RDONLY), into, offset, source.file)
 
     def _open(self, file: Path, mode: int) -> int:
         key = (file, mode)

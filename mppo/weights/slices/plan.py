@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mppo.weights.bucket import aligned
 from mppo.weights.shape import ModelShape
-from mppo.weights.slices.engine_tensors import EngineTensor, engine_tensor
 from mppo.weights.slices.messages import BLOCK
-from mppo.weights.slices.reshard import Reshard
+from mppo.weights.slices.reshard import EngineTensor, Reshard, engine_tensor
 from mppo.weights.table import Entry
 
 Key = tuple[int, str, int, int]

@@ -3,10 +3,15 @@
 Both layouts are lists of blocks of the same Hugging Face tensors, so the plan is the intersection
 of their intervals. A destination rank takes from its own shard every element that the shard holds;
 so the fewest possible elements cross ranks.
+
+SGLang fuses tensors that are separate in a checkpoint: queries, keys and values; gate and up; all
+experts of a layer; MLA's two down projections. ``engine_blocks`` gives the order inside a fused
+parameter, ``engine_tensor`` the place of an entry in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +21,7 @@ from mppo.weights.rows import Row
 from mppo.weights.shape import ModelShape
 from mppo.weights.table import Entry
 
+_REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 SourcePiece = tuple[int, int, int, int]
 """A part of a source tensor that a shard holds: start, length, shard, offset in the shard."""
 
@@ -80,7 +86,8 @@ class ReshardPlanner:
                 moves += _moves(held, holders, needed, host, slot)
                 slot += 1
         # lengths are counted along the cut dimension; the other dimensions move in full
-        per_row = _elements_per_row(entry)
+        whole = entry.row.shapes[0]
+        per_row = math.prod(whole) // whole[entry.cut_dim]
         crossing = sum(move.length for move in moves if move.source != move.destination)
         total = sum(move.length for move in moves)
         # to gather, each rank receives all that it does not hold: ``copies`` full entries are held
@@ -133,7 +140,7 @@ def engine_blocks(
         if entry.expert * expert_parallel // shape.num_experts != group:
             return ()
     lengths = tuple(part[entry.cut_dim] for part in row.shapes)
-    if row.dim is None or _is_replicated_in_engine(row):
+    if row.dim is None or row.name.endswith(_REPLICATED):
         return tuple(Block(source, 0, length) for source, length in enumerate(lengths))
     if row.kind == "qkv":
         queries, keys, _ = lengths
@@ -151,10 +158,6 @@ def engine_blocks(
     if row.kind == "vocab":
         padded = padded_vocab_size(padded_vocab_size(lengths[0], vocab_multiple), size)
     return shard_blocks(row.kind, lengths, rank, size, shape.kv_heads, padded)
-
-
-def _is_replicated_in_engine(row: Row) -> bool:
-    return row.name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
 
 
 def _source_pieces(entry: Entry, shape: ModelShape, size: int) -> dict[int, list[SourcePiece]]:
@@ -193,9 +196,65 @@ def _moves(
         offset += block.length
 
 
-def _elements_per_row(entry: Entry) -> int:
-    shape, count = entry.row.shapes[0], 1
-    for dim, length in enumerate(shape):
-        if dim != entry.cut_dim:
-            count *= length
-    return count
+@dataclass(frozen=True)
+class EngineTensor:
+    """One entry inside a parameter of a rollout rank.
+
+    Args:
+        name: SGLang's name of the parameter.
+        shape: of the full parameter on that rank.
+        expert: index along the parameter's first dimension; None: it holds no experts.
+        first: first index of the entry along its ``cut_dim`` (within its expert).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None
+    first: int
+
+
+def engine_tensor(
+    entry: Entry,
+    shape: ModelShape,
+    rank: int,
+    size: int,
+    vocab_multiple: int = 64,
+    expert_parallel: int = 1,
+) -> EngineTensor:
+    """The place of an entry on tensor-parallel rank ``rank`` of ``size``, which holds a part of it.
+
+    Args:
+        vocab_multiple: the engine pads its vocabulary to a multiple of this.
+        expert_parallel: groups of the engine's ranks among which its experts are divided.
+    """
+    row, dim = entry.row, entry.cut_dim
+    blocks = engine_blocks(entry, shape, rank, size, vocab_multiple, expert_parallel)
+    assert blocks
+    first, length = 0, sum(block.length for block in blocks)
+    if row.fuse_group == "a":  # the down projection of queries, then that of keys and values
+        assert shape.mla is not None
+        assert shape.mla.q_lora_rank is not None
+        queries = shape.mla.q_lora_rank
+        keys = shape.mla.kv_lora_rank + shape.mla.qk_rope_head_dim
+        first, length = (0 if ".q_a_proj." in entry.hf[0] else queries), queries + keys
+    full = row.shapes[0]
+    local = (*full[:dim], length, *full[dim + 1 :])
+    expert = entry.expert
+    if expert is not None:
+        experts = shape.num_experts // expert_parallel
+        expert, local = expert % experts, (experts, *local)
+    return EngineTensor(_engine_name(entry), local, expert, first)
+
+
+def _engine_name(entry: Entry) -> str:
+    row, name = entry.row, entry.hf[0]
+    if entry.expert is not None:
+        layer = name[: name.index(f".experts.{entry.expert}.")]
+        return f"{layer}.experts.{'w13' if row.kind == 'gated' else 'w2'}_weight"
+    if row.kind == "qkv":
+        return name.replace(".q_proj.", ".qkv_proj.")
+    if row.kind == "gated":
+        return name.replace(".gate_proj.", ".gate_up_proj.")
+    if row.fuse_group == "a":
+        return f"{name.rsplit('.', 2)[0]}.fused_qkv_a_proj_with_mqa.weight"
+    return name

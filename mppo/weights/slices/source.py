@@ -81,11 +81,7 @@ class SliceStream:
     is equal on every rank; ``bytes`` are of the last update."""
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        hf_config: Any,
-        layout: Layout,
-        request: SliceRequest,
+        self, chunks: Sequence[Any], hf_config: Any, layout: Layout, request: SliceRequest
     ) -> None:
         self.request, self.bytes = request, SliceBytes()
         self._chunks, self._layout = chunks, layout
@@ -222,10 +218,7 @@ class SliceStream:
         return {(source, slot): counts[source][slot] for source, slot in plan.pieces}
 
     def _all_to_all(
-        self,
-        plan: SlicePlan,
-        sending: dict[int, tuple[int, Tensor]],
-        counts: dict[Pair, int],
+        self, plan: SlicePlan, sending: dict[int, tuple[int, Tensor]], counts: dict[Pair, int]
     ) -> dict[Pair, Tensor]:
         """Contents of the messages for rollout ranks hosted here; collective."""
         hosts, world, me = self.request.slots, self._layout.world, self._rank

@@ -12,11 +12,11 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from mppo.parallel.groups import LayoutGroups
 from mppo.safety.input_error import InputError
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.shape import model_shape
-from mppo.weights.stream import Groups
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import model_prefix
 from mppo.weights.torch_dist.sharded_load import load_sharded
@@ -36,7 +36,8 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
     """
     folder = checkpoint_folder(path)
     checkpoint = read_checkpoint(folder)
-    prefix, state = model_prefix(checkpoint), _sharded(chunks)
+    prefix = model_prefix(checkpoint)
+    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
     add_prefix_for_sharding(state, prefix)
     loaded, absent_keys = load_sharded(folder, checkpoint, state, vocab)
     lost = sorted(k.removeprefix(prefix) for k in absent_keys if "_extra_state" not in k)
@@ -59,10 +60,7 @@ def load_megatron(path: str | Path, chunks: Sequence[Any], vocab: int) -> tuple[
 
 
 def load_weights(
-    path: str | Path,
-    chunks: Sequence[Any],
-    hf_config: Any,
-    groups: Groups,
+    path: str | Path, chunks: Sequence[Any], hf_config: Any, groups: LayoutGroups
 ) -> tuple[str, ...]:
     """Fill a role's parameters from a Hugging Face folder, of which every rank reads the slices it
     owns, or a checkpoint; collective. Returns as ``load_megatron``.
@@ -72,8 +70,4 @@ def load_weights(
     """
     if is_megatron_checkpoint(path):
         return load_megatron(path, chunks, model_shape(hf_config).vocab)
-    return load_hf_weights(path, chunks, hf_config, groups.layout, groups.coordinates).fresh
-
-
-def _sharded(chunks: Sequence[Any]) -> dict[str, Any]:
-    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    return load_hf_weights(path, chunks, hf_config, groups.layout, groups.coordinates)

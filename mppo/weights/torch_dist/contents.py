@@ -2,16 +2,20 @@
 
 ``.metadata`` lists the tensors, the chunks of each, and the byte range of the file that holds each
 chunk. The reader accepts only strings, integers and dtypes, at the places where torch writes them.
+``check_complete`` tells whether the chunks of a tensor fill what a model needs of it.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mppo.safety.input_error import InputError
@@ -21,6 +25,8 @@ from mppo.weights.torch_dist.pickles import Record, read_pickle
 
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 2 << 30
+MOST_CORNERS = 1 << 62
+"""Most positions in a tensor, so that each is one 64-bit integer."""
 _TABLE = ("state_dict_metadata", "storage_data")
 _BESIDE = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
 """Attributes of the metadata that are ignored."""
@@ -180,3 +186,59 @@ def _fields(
         how = f"has {min(odd)!r}" if odd else f"lacks {min(lacking)!r}"
         raise pickle.UnpicklingError(f"a {value.name} in it {how}")
     return state
+
+
+def needed_shape(
+    stored: tuple[int, ...], shape: tuple[int, ...], vocab: int | None = None
+) -> tuple[int, ...] | None:
+    """Return the shape of the part of a stored tensor that a model needs, from the first number on;
+    None if it is too short, or of another shape. ``vocab`` are the rows without padding, for
+    embeddings and output layers, which may be stored with another padding."""
+    if vocab is None:
+        return shape if stored == shape else None
+    fits = len(stored) > 0 and stored[0] >= vocab and stored[1:] == shape[1:]
+    return (vocab, *shape[1:]) if fits else None
+
+
+def check_complete(name: str, tensor: GlobalTensor, needed: tuple[int, ...]) -> None:
+    """Check that every number of a part of a tensor, from the first on, is in exactly one chunk,
+    else InputError. The number of chunks over a point is a function of the point. It is 1 inside
+    the part and 0 outside exactly if its mixed differences, which are the chunks' corners with
+    alternating signs, are those of the part. So the cost is linear in the number of chunks."""
+    total = math.prod(needed)
+    if math.prod(size + 1 for size in needed) > MOST_CORNERS:
+        raise InputError(f"{name}: a shape of {list(needed)} is too large")
+    last = np.array(needed, dtype=np.int64)
+    begin = _rows([chunk.offsets for chunk in tensor.chunks], last)
+    end = np.minimum(begin + _rows([chunk.sizes for chunk in tensor.chunks], last), last)
+    begin = np.minimum(begin, last)
+    filled = int((end - begin).prod(axis=1).sum())
+    if filled < total:
+        raise InputError(
+            f"{name}: its chunks hold {filled} of the {total} numbers that the model needs; copy "
+            "the checkpoint again"
+        )
+    if filled > total or not _tile(begin, end, last):
+        raise InputError(f"{name}: its chunks overlap; copy the checkpoint again")
+
+
+def _rows(values: list[tuple[int, ...]], last: np.ndarray) -> np.ndarray:
+    return np.array(values, dtype=np.int64).reshape(len(values), len(last))
+
+
+def _tile(begin: np.ndarray, end: np.ndarray, last: np.ndarray) -> bool:
+    """Return whether boxes ``[begin, end)`` fill ``[0, last)`` once; int64 ``[N, D]``, ``[D]``."""
+    cut = ((begin != 0) | (end != last)).any(axis=0)  # other axes have no influence
+    if not cut.any():
+        return len(begin) == 1
+    weights = np.ones(len(begin) + 1, dtype=np.int64)
+    weights[-1] = -1  # the box that must be filled
+    lower = np.vstack([begin, np.zeros_like(last)])[:, cut].T
+    upper = np.vstack([end, last])[:, cut].T
+    corners, signs = [], []
+    for choice in product((False, True), repeat=len(lower)):
+        corner = [high if up else low for up, low, high in zip(choice, lower, upper, strict=True)]
+        corners.append(np.ravel_multi_index(corner, last[cut] + 1))
+        signs.append(weights * (-1) ** sum(choice))
+    _, numbers = np.unique(np.concatenate(corners), return_inverse=True)
+    return not np.bincount(numbers, weights=np.concatenate(signs)).any()

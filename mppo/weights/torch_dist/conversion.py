@@ -83,7 +83,11 @@ def plan_megatron(
     share = share or Share()
     table = parameter_table(shape)
     extras = known_extras(source, shape)
-    entries = list(_entries(table, source.tensors))
+    entries = list(table.stored_entries(lambda entry: entry.hf[0] in source.tensors))
+    for entry in entries:
+        if entry.hf[0] not in source.tensors:  # the projection: all others have been checked
+            value = table.value_entry().hf[0]
+            raise InputError(f"the folder has neither {entry.hf[0]} nor {value}")
     converted = {name for entry in entries for name in entry.hf}
     extras = tuple(name for name in extras if name not in converted)
     dtypes = _target_dtypes(source, table, entries, dtype)
@@ -165,20 +169,6 @@ def plan_hf(
     return Plan(tasks, headers, total, len(places), tuple(extras)), places
 
 
-def _entries(table: Table, present: Mapping[str, StoredTensor]) -> Iterable[Entry]:
-    """Yield the entries of a folder; with a value head, it may lack the vocabulary projection."""
-    value = table.value_entry()
-    has_value = value.hf[0] in present
-    for entry in table.entries():
-        if entry.row.where == "output" and entry.hf[0] not in present:
-            if not has_value:
-                raise InputError(f"the folder has neither {entry.hf[0]} nor {value.hf[0]}")
-            continue
-        yield entry
-    if has_value:
-        yield value
-
-
 def full_stretch(source: HFFolder, name: str) -> Stretch:
     """Return the stretch of all rows of a folder's tensor, dequantised."""
     stored, scales = source.tensors[name], source.scales(name)
@@ -197,7 +187,6 @@ def _import_stretches(entry: Entry, source: HFFolder, shape: ModelShape) -> tupl
 def _extra_types(
     source: HFFolder, extras: Iterable[str], shape: ModelShape
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape, after dequantisation, of the extra tensors that belong to a layer."""
     return {
         name: (_plain_dtype(source.tensors[name].dtype), source.tensors[name].shape)
         for name in extras

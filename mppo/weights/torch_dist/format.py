@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,17 +35,11 @@ from mppo.weights.torch_dist.contents import METADATA, Chunk, GlobalTensor
 from mppo.weights.torch_dist.pickles import OUTSIDE, Name, Record, read_pickle
 
 STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
-}
+}  # fmt: skip
 _SAVED_TENSOR = {
     "torch._utils": ("_rebuild_tensor_v2",),
     "torch": tuple(STORAGES),
@@ -77,9 +71,7 @@ def locate(chunk: Chunk) -> StoredTensor:
                 if pickled.file_size > MAX_PICKLE_BYTES:
                     raise InputError(f"its pickle has {pickled.file_size} bytes")
                 saved = read_pickle(archive.read(pickled), _SAVED_TENSOR)
-            # zip's local header: 30 bytes, with the lengths of name and extra field in the last 4
-            stream.seek(chunk.archive_offset + data.header_offset + 26)
-            lengths = stream.read(4)
+            begin = _data_begin(stream, data, chunk.archive_offset)
         dtype, first, shape = _contiguous(saved)
     except Exception as error:  # readers raise many types for a damaged archive
         raise InputError(
@@ -89,14 +81,22 @@ def locate(chunk: Chunk) -> StoredTensor:
         raise InputError(
             f"{chunk.file}: a chunk of shape {chunk.sizes} is stored as {shape}; {_COPY}"
         )
-    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-    begin = data.header_offset + 30 + name + extra + first * dtype.itemsize
+    begin += first * dtype.itemsize
     stored = StoredTensor(chunk.file, chunk.archive_offset + begin, dtype, shape)
     if begin + stored.nbytes > chunk.archive_bytes:
         raise InputError(
             f"{chunk.file}: the chunk at byte {chunk.archive_offset} is cut short; {_COPY}"
         )
     return stored
+
+
+def _data_begin(stream: IO[bytes], member: zipfile.ZipInfo, archive: int = 0) -> int:
+    """First byte of a member's data in its archive, which begins at byte ``archive``: behind zip's
+    local header of 30 bytes, with the lengths of name and extra field in the last 4."""
+    stream.seek(archive + member.header_offset + 26)
+    lengths = stream.read(4)
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    return member.header_offset + 30 + name + extra
 
 
 def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
@@ -119,7 +119,7 @@ def _contiguous(saved: Any) -> tuple[torch.dtype, int, tuple[int, ...]]:
 
 
 class _Slice(io.RawIOBase):
-    def __init__(self, stream: BinaryIO, chunk: Chunk) -> None:
+    def __init__(self, stream: IO[bytes], chunk: Chunk) -> None:
         self._stream, self._begin, self._size = stream, chunk.archive_offset, chunk.archive_bytes
         self._position = 0
 
@@ -154,10 +154,7 @@ def archive_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, by
         stream.seek(0)
         with zipfile.ZipFile(stream) as archive:
             info = next(i for i in archive.infolist() if i.filename.endswith("/data/0"))
-        stream.seek(info.header_offset + 26)
-        lengths = stream.read(4)
-        name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-        begin = info.header_offset + 30 + name + extra
+        begin = _data_begin(stream, info)
         stream.seek(0)
         head = stream.read(begin)
         stream.seek(begin + tensor.nbytes)
@@ -191,12 +188,6 @@ def write_metadata(
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def empty_object() -> bytes:
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    return buffer.getvalue()
-
-
 def file_bytes(total: int) -> int:
     """Return the size of a checkpoint's files: sixteen files, or more files of 5 GB. Only one
     process at a time can write to a file, so parallel writers need several files."""
@@ -209,7 +200,9 @@ class ChunkFiles:
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder, self._max = folder, max_file_bytes
-        self._nothing = empty_object()
+        buffer = io.BytesIO()
+        torch.save([None], buffer)
+        self._nothing = buffer.getvalue()
         self._sizes = [len(self._nothing)]
 
     def take(self, nbytes: int) -> tuple[Path, int]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mppo.safety.input_error import InputError
+from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
-from mppo.weights.hf.transfer import Stretch, matrix
-from mppo.weights.table import Entry, Table
-from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.coverage import check_complete, needed_shape
+from mppo.weights.hf.transfer import Copier, CopyTask, Stretch, matrix
+from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
+from mppo.weights.shape import model_shape
+from mppo.weights.table import Entry, Table, parameter_table
+from mppo.weights.torch_dist.contents import (
+    Chunk,
+    GlobalTensor,
+    check_complete,
+    needed_shape,
+    read_checkpoint,
+)
 from mppo.weights.torch_dist.format import locate
 from mppo.weights.torch_dist.keys import place
 
@@ -53,14 +65,7 @@ class CheckpointReader:
         self._checked: set[str] = set()
 
     def entries(self) -> Iterable[Entry]:
-        """Yield the entries to read; a value model has no vocabulary projection."""
-        value = self.table.value_entry()
-        has_value = self._find(value) is not None
-        for entry in self.table.entries():
-            if not (has_value and entry.row.where == "output" and self._find(entry) is None):
-                yield entry
-        if has_value:
-            yield value
+        return self.table.stored_entries(lambda entry: self._find(entry) is not None)
 
     def dtype(self, entry: Entry) -> torch.dtype:
         return self._tensor(entry)[1].dtype
@@ -154,3 +159,32 @@ def row_ranges(entry: Entry, source: int, groups: int) -> list[tuple[int, int, i
             ranges.append((block.start, position, block.length))
         position += block.length
     return ranges
+
+
+def full_tensors(path: str | Path, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a Hugging Face folder or Megatron checkpoint on the CPU, under its
+    Hugging Face name, in the stored dtype (8-bit floats as float32).
+
+    Raises:
+        ValueError: the checkpoint is incomplete, or of another model.
+    """
+    if not is_megatron_checkpoint(path):
+        source = HFFolder(path)
+        yield from ((name, source.read(name)) for name in sorted(source.tensors))
+        return
+    checkpoint = read_checkpoint(checkpoint_folder(path))
+    shape = replace(model_shape(hf_config), value_bins=value_bins(checkpoint))
+    reader, copier = CheckpointReader(checkpoint, parameter_table(shape)), Copier()
+    for entry in reader.entries():
+        for number, (name, shape) in enumerate(zip(entry.hf, entry.row.shapes, strict=True)):
+            tensor = torch.empty(shape, dtype=reader.dtype(entry))
+            bytes_ = tensor.view(-1).view(torch.uint8).numpy()
+            target = StoredTensor(Path(), 0, tensor.dtype, shape)
+            done = 0
+            for _, window in copier.windows(
+                CopyTask(name, target, reader.stretches(entry, number))
+            ):
+                bytes_[done : done + len(window)] = window
+                done += len(window)
+            yield name, tensor
+    copier.close()

@@ -8,7 +8,6 @@ other than tensors, but it accepts other readers as arguments. The two readers h
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,19 +18,15 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch import Tensor
 
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, read_json
-from mppo.weights.hf.safetensors_file import StoredTensor, byte_view
-from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
-from mppo.weights.torch_dist.coverage import check_complete, needed_shape
+from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, read_at
+from mppo.weights.torch_dist.contents import Chunk, GlobalTensor, check_complete, needed_shape
 from mppo.weights.torch_dist.format import BACKEND, locate
 
 
@@ -86,8 +81,6 @@ class _NoCommonState(LoadCommonStrategy):
 
 
 class _Tensors(LoadShardedStrategy):
-    """Reader of tensors: copies the overlap of each chunk with a shard."""
-
     def __init__(self, folder: Path, checkpoint: Mapping[str, GlobalTensor], vocab: int) -> None:
         self._folder, self._vocab = folder, vocab
         self._complete: set[str] = set()
@@ -189,12 +182,7 @@ def _copy(chunk: Chunk, stored: StoredTensor, offsets: tuple[int, ...], target: 
 def _read(stored: StoredTensor, first: int, count: int) -> Tensor:
     shape = (count, *stored.shape[1:]) if stored.shape else ()
     rows = torch.empty(shape, dtype=stored.dtype)
-    view = byte_view(rows)
-    offset, done = stored.offset + first * (rows.nbytes // max(count, 1)), 0
+    offset = stored.offset + first * (rows.nbytes // max(count, 1))
     with open_file(stored.file) as stream:
-        while done < len(view):
-            read = os.preadv(stream.fileno(), [view[done:]], offset + done)
-            if read <= 0:
-                raise InputError(f"{stored.file}: cut short while reading")
-            done += read
+        read_at(stream.fileno(), byte_view(rows), offset, stored.file)
     return rows
