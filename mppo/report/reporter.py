@@ -17,28 +17,34 @@ from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.report.code_files import keep_code
 from mppo.report.console import SampleRow, StepConsole
-from mppo.report.events import FILE as EVENTS
-from mppo.report.events import EventKind, RunEvent, append_event
-from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import (
     CALIBRATION,
+    EVENTS,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
     PAGE,
     PLOT,
     RECIPE,
+    REPORT,
     SAMPLES,
 )
 from mppo.report.history import History, Metrics, metric_name, read_history
 from mppo.report.html.page import write_page
 from mppo.report.html.timelines import recorded_steps
-from mppo.report.plot import plot_run
-from mppo.report.status import REPORT, RunState, Status, read_status, write_status
+from mppo.report.pictures import plot_calibration, plot_expert_load, plot_run
+from mppo.report.run_record import (
+    EventKind,
+    RunEvent,
+    RunState,
+    Status,
+    append_event,
+    read_status,
+    write_status,
+)
 from mppo.report.summary import run_report
-from mppo.report.trackers.start import check_trackers, open_trackers
+from mppo.report.trackers.services import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
-from mppo.report.value_calibration import plot_calibration
 from mppo.report.warning_rules import course, current_warnings
 from mppo.safety.disk import flush, naming, replace_bytes, replace_text
 from mppo.safety.foreign_text import json_line

@@ -36,23 +36,24 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.stale import step_folders
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
-from mppo.report.events import FILE as EVENTS
 from mppo.report.files import (
     CALIBRATION,
     CODE,
+    EVENTS,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
     PAGE,
     PLOT,
     RECIPE,
+    REPORT,
     SAMPLES,
+    STATUS,
     TIMELINES,
-)  # fmt: skip
+    TRACKER_IDS,
+)
 from mppo.report.history import check_history
-from mppo.report.status import FILE as STATUS
-from mppo.report.status import REPORT, finished_steps, read_status
-from mppo.report.trackers.tracker import IDS as TRACKER_IDS
+from mppo.report.run_record import finished_steps, read_status
 from mppo.safety.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
 from mppo.safety.redact import redact
 from mppo.supervision.first_rank import on_first_rank

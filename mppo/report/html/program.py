@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.report.files import METRICS, PAGE, RECIPE
-from mppo.report.status import FILE as STATUS
+from mppo.report.files import METRICS, PAGE, RECIPE, STATUS
 from mppo.safety.disk import replace_text
 from mppo.safety.input_error import InputError
 from mppo.safety.redact import redacted_output

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from mppo.report import history
+from mppo.report.history import Rows
 
-Rows = Sequence[tuple[int, Mapping[str, float]]]
 Line = tuple[str, list[int], list[float]]
 
 EACH_RANK = 16

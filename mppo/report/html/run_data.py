@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ import yaml
 
 from mppo.config.document import MAX_BYTES, parse_yaml
 from mppo.report.code_files import kept_code
-from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
-from mppo.report.history import History, read_history
+from mppo.report.history import History, Rows, read_history
 from mppo.report.html.headline import headline
 from mppo.report.html.reduced import rounded
 from mppo.report.html.timelines import newest_timelines
 from mppo.report.html.token_trees import token_trees
-from mppo.report.status import Status, read_status
+from mppo.report.run_record import RunEvent, Status, read_events, read_status
 from mppo.report.warning_rules import WarningSpan, warning_spans
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact, redact_text
@@ -34,7 +33,7 @@ class RunData:
     """A run folder as the page needs it."""
 
     name: str
-    rows: Sequence[tuple[int, Mapping[str, float]]]
+    rows: Rows
     recipe: Mapping[str, Any]
     details: Plain
     code: Mapping[str, str]

@@ -15,8 +15,7 @@ from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
-from mppo.report.run_record import read_run
-from mppo.report.status import finished_steps
+from mppo.report.run_record import finished_steps, read_run
 from mppo.safety.private import private_files
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision import exit_report, stop_request
