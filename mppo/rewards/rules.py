@@ -14,10 +14,10 @@ from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import CODE_VERIFIER
 from mppo.rewards import verifiers
-from mppo.rewards.extraction import extract_answer
 from mppo.rewards.programs import parse_tests
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.scores import FailedScore, Unscored
+from mppo.rewards.verifiers import extract_answer
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
 from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask

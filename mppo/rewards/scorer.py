@@ -20,11 +20,10 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import CallableReward, load_function
-from mppo.rewards.remote.build import build_remote_reward
+from mppo.rewards.remote.reward import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, ModelScore, read_scores, without_score
-from mppo.rewards.shaping import clip_score, overlong_penalty
 from mppo.rewards.workers.named_code import checked_form
 
 
@@ -309,3 +308,18 @@ def _with_kwargs(
     if issues:
         raise ConfigError(issues)
     return make(**kwargs)
+
+
+def clip_score(score: float, limit: float) -> float:
+    """``min(max(score, -limit), limit)`` (DeepSpeed-Chat's reward clipping)."""
+    return min(max(score, -limit), limit)
+
+
+def overlong_penalty(response_length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Penalise a response that reaches into the last ``buffer`` tokens before the length limit.
+
+    0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at ``max_length``
+    (Soft Overlong Punishment, DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
+    """
+    excess = response_length - (max_length - buffer)
+    return -factor * min(max(excess / buffer, 0.0), 1.0)

@@ -32,8 +32,7 @@ from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
-from mppo.trainer.critic.ages import BY_AGE, moments_by_age
-from mppo.trainer.critic.calibration import calibration_metrics
+from mppo.trainer.critic.calibration import BY_AGE, calibration_metrics, moments_by_age
 from mppo.trainer.selection import informative_sequences
 
 _ROUNDING = 1e-5

@@ -16,7 +16,7 @@ from mppo.rewards.rules import RuleReward
 from mppo.rewards.scorer import Scorer
 from mppo.train import main
 from mppo.trainer.start import first_rows
-from mppo.trainer.start.first_rows import odd_values, row_issues
+from mppo.trainer.start.user_code import odd_values, row_issues
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 

@@ -10,8 +10,7 @@ import pytest
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
-from mppo.rewards.remote.breaker import Admission, CircuitBreaker
-from mppo.rewards.remote.build import build_remote_reward
+from mppo.rewards.remote.reward import Admission, CircuitBreaker, build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore, read_scores
 

@@ -10,8 +10,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
-from mppo.rewards.scorer import build_scorer
-from mppo.rewards.shaping import clip_score, overlong_penalty
+from mppo.rewards.scorer import build_scorer, clip_score, overlong_penalty
 from mppo.trainer.metrics import reward_metrics
 from mppo.trainer.validation.metrics import validation_metrics
 

@@ -6,6 +6,7 @@ Plotly's bundle is 4.5 MB per report and takes seconds for as many points.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,9 +15,7 @@ from typing import Any
 
 from mppo.report.files import PAGE
 from mppo.report.history import History
-from mppo.report.html.difference import code_rows, recipe_rows
-from mppo.report.html.metric_list import metric_list
-from mppo.report.html.plots import plots_of, trained_steps
+from mppo.report.html.plots import metric_list, plots_of, trained_steps
 from mppo.report.html.run_data import RunData, read_run_data
 from mppo.safety.disk import replace_text
 from mppo.safety.foreign_text import valid_text
@@ -93,3 +92,50 @@ def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
         f"{name} ({run.details['folder']})" if names.count(name) > 1 else name
         for name, run in zip(names, runs)
     ]
+
+
+_LINES = 400
+"""Most lines of a difference of two files."""
+
+
+def recipe_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """The recipes' keys: of several runs those that differ, of one run all."""
+    keys = sorted({key for run in runs for key in run.recipe})
+    rows = [{"key": key, "values": [_shown(run.recipe, key) for run in runs]} for key in keys]
+    if len(runs) == 1:
+        return rows
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _shown(recipe: Mapping[str, Any], key: str) -> str:
+    return json.dumps(recipe[key], default=str) if key in recipe else ""
+
+
+def code_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """The kept code, rows of ``title`` and ``lines``: of one run each file, of several the
+    difference of each to the first run."""
+    first, *others = runs
+    if not others:
+        return [{"title": name, "lines": text.splitlines()} for name, text in first.code.items()]
+    rows = []
+    for run in others:
+        for key in sorted({_key(name) for name in (*first.code, *run.code)}):
+            (before, old), (after, new) = _of(first, key), _of(run, key)
+            if old == new:
+                continue
+            named = (f"{first.name}: {before}", f"{run.name}: {after}")
+            lines = list(difflib.unified_diff(old, new, *named, lineterm="", n=2))
+            if len(lines) > _LINES:
+                lines = [*lines[:_LINES], f"... and {len(lines) - _LINES} lines more"]
+            rows.append({"title": f"{key}: {run.name} against {first.name}", "lines": lines})
+    return rows
+
+
+def _key(name: str) -> str:
+    return name.partition(": ")[0]
+
+
+def _of(run: RunData, key: str) -> tuple[str, list[str]]:
+    files = {name: text for name, text in run.code.items() if _key(name) == key}
+    names = ", ".join(name.partition(": ")[2] for name in files) or "not kept"
+    return names, [line for text in files.values() for line in text.splitlines()]

@@ -1,24 +1,87 @@
-"""Scores from a reward server, whatever its format, through its failures."""
+"""Scores from a recipe's reward server, whatever its format, through its failures."""
 
 from __future__ import annotations
 
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
 
-from mppo.config.sections.remote import RemoteOptions
-from mppo.rewards.remote.breaker import Admission, CircuitBreaker
+from mppo.config.remote_options import read_remote_options
+from mppo.config.sections.remote import (
+    ClassifierOptions,
+    JudgeOptions,
+    RemoteOptions,
+    SandboxFusionOptions,
+)
+from mppo.config.sections.reward import RewardConfig
+from mppo.rewards.remote.classifier import load_classifier_format
+from mppo.rewards.remote.judge import JudgeFormat
+from mppo.rewards.remote.sandbox_fusion import SandboxFusionFormat
 from mppo.rewards.remote.server import RewardServer, ServerFailure
-from mppo.rewards.remote.wire import WireFormat
+from mppo.rewards.remote.wire import MppoFormat, OpenRLHFFormat, WireFormat
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import read_result
 from mppo.rewards.scores import FailedScore
 from mppo.supervision.phase import tick
+
+
+class Admission(Enum):
+    """What a request may do."""
+
+    SEND = "send, with retries"
+    PROBE = "send once, to see whether the server has recovered"
+    REFUSED = "not send"
+
+
+class CircuitBreaker:
+    """Counts requests that failed in a row, and refuses further ones after ``limit`` (None: never).
+
+    After ``cool_down_s`` one request is admitted as a probe: if it succeeds, all are admitted
+    again; if it fails, the time starts anew.
+    """
+
+    def __init__(
+        self, limit: int | None, cool_down_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit, self._cool_down_s, self._clock = limit, cool_down_s, clock
+        self._lock = threading.Lock()
+        self._failures, self._probing, self._probe_at = 0, False, 0.0
+        self._last = ""
+
+    def admit(self) -> Admission:
+        """Decide about a request; ``succeeded`` or ``failed`` must follow unless it is refused."""
+        with self._lock:
+            if self._limit is None or self._failures < self._limit:
+                return Admission.SEND
+            if self._probing or self._clock() < self._probe_at:
+                return Admission.REFUSED
+            self._probing = True
+            return Admission.PROBE
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._probing = 0, False
+
+    def failed(self, why: str) -> None:
+        """Note a request that failed after its retries."""
+        with self._lock:
+            self._failures += 1
+            self._last = why
+            self._probing, self._probe_at = False, self._clock() + self._cool_down_s
+
+    def describe(self) -> str:
+        with self._lock:
+            return (
+                f"no request is sent, because the last {self._failures} failed "
+                f"(reward.kwargs.max_failures); the last one: {self._last}"
+            )
 
 
 class RemoteReward:
@@ -146,3 +209,21 @@ def _is_final(result: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def build_remote_reward(reward: RewardConfig) -> RemoteReward:
+    """Build the client of a recipe's reward server; ConfigError for an invalid URL or option, or if
+    there is no such environment variable or tokenizer."""
+    options = read_remote_options(reward)
+    server = RewardServer(str(reward.url), reward.timeout_s, options.api_key_env)
+    return RemoteReward(server, _wire(reward.server_format, options), options)
+
+
+def _wire(name: str | None, options: RemoteOptions) -> WireFormat:
+    if isinstance(options, SandboxFusionOptions):
+        return SandboxFusionFormat(options)
+    if isinstance(options, ClassifierOptions):
+        return load_classifier_format(options)
+    if isinstance(options, JudgeOptions):
+        return JudgeFormat(options)
+    return OpenRLHFFormat() if name == "openrlhf" else MppoFormat()

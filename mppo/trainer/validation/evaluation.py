@@ -41,9 +41,9 @@ from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import exit_code, report_failure
-from mppo.trainer.start.evaluated_recipe import NO_PROMPTS
+from mppo.trainer.start.checked_recipe import NO_PROMPTS
+from mppo.trainer.validation.judge import Opponent
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
-from mppo.trainer.validation.opponent import Opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.hf.full_tensors import full_tensors
