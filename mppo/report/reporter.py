@@ -217,7 +217,10 @@ class Reporter:
             return
         self._started = False
         failing = sys.exc_info()[0] is not None
-        status = status or self._status(failing)
+        if status is None and failing:
+            status = "failed"
+        elif status is None:
+            status = "finished" if self._last_step >= self.total_steps else "stopped early"
         if self._console:
             self._console.stop()
         try:
@@ -228,7 +231,10 @@ class Reporter:
             self.line(f"the report cannot be written: {error}")
         else:
             self.line(f"{status}: {self.run_dir / PAGE}")
-            self._send_pictures()
+            drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
+            for tracker in self._trackers:
+                for path in filter(Path.is_file, drawn):
+                    tracker.picture(self._last_step, path)
         finally:
             for tracker in self._trackers:
                 tracker.close()
@@ -237,33 +243,16 @@ class Reporter:
         plot_run(self._history, self.run_dir / PLOT, self._name)
         plot_expert_load(self._history, self.run_dir / EXPERT_LOAD, self._name)
         plot_calibration(self._history, self.run_dir / CALIBRATION, self._name)
-        report = run_report(
-            self._name,
-            status,
-            time.monotonic() - self._began,
-            self._history,
-            self._samples,
-            self._recipe,
-        )
+        seconds, shown = time.monotonic() - self._began, (self._samples, self._recipe)
+        report = run_report(self._name, status, seconds, self._history, *shown)
         replace_text(self.run_dir / REPORT, report)
         self.event("end", self._last_step, status)
         write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
         write_page(self.run_dir, self._history)
 
-    def _send_pictures(self) -> None:
-        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
-        for tracker in self._trackers:
-            for path in filter(Path.is_file, drawn):
-                tracker.picture(self._last_step, path)
-
     @property
     def _last_step(self) -> int:
         return self._history.rows[-1][0] if self._history.rows else self._done
-
-    def _status(self, failing: bool) -> RunState:
-        if failing:
-            return "failed"
-        return "finished" if self._last_step >= self.total_steps else "stopped early"
 
 
 def _note_death(folder: Path) -> None:

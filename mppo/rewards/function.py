@@ -119,7 +119,7 @@ class CallableReward:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """A thread of its own: a notebook runs an event loop in the main one."""
+        # a notebook runs an event loop in the main thread
         return ThreadPoolExecutor(1, thread_name_prefix="reward")
 
 

@@ -89,18 +89,15 @@ class RuleReward:
             return list(pool.map(self._try, responses))
 
     def _score_in_workers(self, name: str, responses: Sequence[Response]) -> list[RuleScore]:
-        failed: dict[int, RuleScore] = {}
+        scores: list[RuleScore | None] = [None] * len(responses)
         for index, response in enumerate(responses):
             try:
                 _check_row(name, response.prompt)
             except ValueError as error:
-                failed[index] = FailedScore(str(error))
-        scored = [each for index, each in enumerate(responses) if index not in failed]
-        found = iter(self._run(name, scored))
-        return [
-            failed[index] if index in failed else _worker_score(next(found))
-            for index in range(len(responses))
-        ]
+                scores[index] = FailedScore(str(error))
+        left = [each for each, score in zip(responses, scores) if score is None]
+        found = iter(self._run(name, left))
+        return [_worker_score(next(found)) if score is None else score for score in scores]
 
     def _try(self, response: Response) -> RuleScore:
         """Score a response; a verifier that cannot read its ground truth gives no score."""

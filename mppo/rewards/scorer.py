@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -162,7 +161,12 @@ class Scorer:
                 return scores
             read = self.reward_function.answer
             return [
-                replace(score, answer=read(each), right=_right(score))
+                # right is None where the verifier could not score the response
+                replace(
+                    score,
+                    answer=read(each),
+                    right=score.score == 1.0 if score.error is None else None,
+                )
                 for score, each in zip(scores, some, strict=True)
             ]
 
@@ -170,12 +174,17 @@ class Scorer:
         left = [each for each, score in zip(responses, known.values()) if score is None]
         found = iter(call(left) if self.cache is None else self.cache.score(call, left))
         scores = [next(found) if score is None else score for score in known.values()]
-        return [_with_numbers(*pair) for pair in zip(scores, responses)]
+        return [
+            replace(score, numbers={**score.numbers, **each.result.numbers})
+            if each.result is not None and each.result.numbers
+            else score
+            for score, each in zip(scores, responses)
+        ]
 
     def _shape(self, score: float, episode: Episode) -> float:
         reward = self.reward
-        if reward.clip is not None:
-            score = clip_score(score, reward.clip)
+        if reward.clip is not None:  # as DeepSpeed-Chat
+            score = min(max(score, -reward.clip), reward.clip)
         if episode.finish_reason != "stop":
             if reward.missing_eos_score is not None:
                 score = reward.missing_eos_score
@@ -211,17 +220,6 @@ def _without_function(result: EpisodeResult | None, reward: RewardConfig) -> Res
     return replace(score, numbers={**score.numbers, **result.numbers, **reported})
 
 
-def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:
-    if response.result is None or not response.result.numbers:
-        return score
-    return replace(score, numbers={**score.numbers, **response.result.numbers})
-
-
-def _right(score: ResponseScore) -> bool | None:
-    """Whether a verifier accepts a response; None: it could not score it."""
-    return None if score.error is not None else score.score == 1.0
-
-
 def build_scorer(
     reward: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -242,14 +240,10 @@ def build_scorer(
     Raises:
         ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
     """
-    if reward.overlong_buffer_len:
-        limit = max_response_length or 0
-        if reward.overlong_buffer_len > limit:
-            why = f"longer than data.max_response_length = {limit}"
-            issue = ConfigIssue(
-                "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "lower it"
-            )
-            raise ConfigError([issue])
+    buffer, limit = reward.overlong_buffer_len, max_response_length or 0
+    if buffer and buffer > limit:
+        why = f"longer than data.max_response_length = {limit}"
+        raise ConfigError([ConfigIssue("reward.overlong_buffer_len", buffer, why, "lower it")])
     alone = with_model and reward.weight is None
     function = None if alone else build_reward_function(reward, given)
     cache = ScoreCache() if reward.cache else None
@@ -268,19 +262,12 @@ def build_reward_function(
         why = f"reward.name={reward.name} needs it"
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
+    limits = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
     if reward.name == "rule" and reward.server_format:
-        return RuleReward(
-            reward.verifier,
-            timeout_s=reward.timeout_s,
-            memory_mb=reward.memory_mb,
-            programs=build_remote_reward(reward),
-        )
+        return RuleReward(reward.verifier, programs=build_remote_reward(reward), **limits)
     if reward.name == "rule":
-        keys = ("partial_credit", "sandbox")
-        make = partial(
-            RuleReward, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
-        )
-        return _with_kwargs(make, reward.kwargs, keys)
+        _check_keys(reward.kwargs, ("partial_credit", "sandbox"))
+        return RuleReward(reward.verifier, **reward.kwargs, **limits)
     if given is not None:
         name, kwargs = str(reward.function), reward.kwargs
         form = checked_form(name, given, kwargs)
@@ -289,17 +276,14 @@ def build_reward_function(
         return load_function(
             str(reward.function),
             reward.kwargs,
-            timeout_s=reward.timeout_s,
-            memory_mb=reward.memory_mb,
             workers=reward.processes,
             batch_size=reward.batch_size,
+            **limits,
         )
     return build_remote_reward(reward)
 
 
-def _with_kwargs(
-    make: Callable[..., RewardFunction], kwargs: dict[str, Any], known: Sequence[str]
-) -> RewardFunction:
+def _check_keys(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     issues = []
     for key in kwargs.keys() - set(known):
         guess = nearest(key, known)
@@ -307,12 +291,6 @@ def _with_kwargs(
         issues.append(ConfigIssue(f"reward.kwargs.{key}", kwargs[key], "no such parameter", fix))
     if issues:
         raise ConfigError(issues)
-    return make(**kwargs)
-
-
-def clip_score(score: float, limit: float) -> float:
-    """``min(max(score, -limit), limit)`` (DeepSpeed-Chat's reward clipping)."""
-    return min(max(score, -limit), limit)
 
 
 def overlong_penalty(response_length: int, max_length: int, buffer: int, factor: float) -> float:

@@ -19,7 +19,7 @@ from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
-from mppo.rewards.reward_model.scale import RewardModelScale
+from mppo.rewards.reward_model.scorer import RewardModelScale
 from mppo.supervision.phase import phase
 from mppo.trainer.critic.gate import value_gate
 from mppo.trainer.pretraining_mix import PretrainingMix

@@ -33,8 +33,7 @@ from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
-from mppo.rewards.reward_model.scorer import with_reward_model
-from mppo.rewards.reward_model.texts import reward_model_texts
+from mppo.rewards.reward_model.scorer import reward_model_texts, with_reward_model
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import RolloutEngine

@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def page_text(data: Mapping[str, Any], live: bool = False) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
-<title>{_escaped(valid_text(title))}</title>
+<title>{escape(valid_text(title))}</title>
 <style>{_asset("uPlot.min.css")}{_asset("page.css")}</style>
 </head>
 <body>
@@ -77,12 +78,6 @@ def page_text(data: Mapping[str, Any], live: bool = False) -> str:
 @cache
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text()
-
-
-def _escaped(text: str) -> str:
-    for char, name in (("&", "amp"), ("<", "lt"), (">", "gt"), ('"', "quot")):
-        text = text.replace(char, f"&{name};")
-    return text
 
 
 def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
@@ -101,14 +96,13 @@ _LINES = 400
 def recipe_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """The recipes' keys: of several runs those that differ, of one run all."""
     keys = sorted({key for run in runs for key in run.recipe})
-    rows = [{"key": key, "values": [_shown(run.recipe, key) for run in runs]} for key in keys]
-    if len(runs) == 1:
-        return rows
-    return [row for row in rows if len(set(row["values"])) > 1]
-
-
-def _shown(recipe: Mapping[str, Any], key: str) -> str:
-    return json.dumps(recipe[key], default=str) if key in recipe else ""
+    rows = []
+    for key in keys:
+        recipes = [run.recipe for run in runs]
+        values = [json.dumps(one[key], default=str) if key in one else "" for one in recipes]
+        if len(runs) == 1 or len(set(values)) > 1:
+            rows.append({"key": key, "values": values})
+    return rows
 
 
 def code_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:

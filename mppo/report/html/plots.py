@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mppo.report import history
-from mppo.report.html.reduced import column_width, in_columns, rank_lines, rounded
+from mppo.report.html.reduced import by_number, column_width, in_columns, rank_lines, rounded
 from mppo.report.html.run_data import RunData
 
 Kind = Literal["lines", "ranks", "stack", "heat"]
@@ -129,7 +129,8 @@ def _drawn(
                 yield label, x, rounded(y)
         return
     for label, metric in _lines(spec, names):
-        x, y = _points(run, metric)
+        x, values = history.series(run.rows, metric)
+        y = rounded(values)
         if spec.hides_zeros and not any(y):
             continue
         if width > 1:
@@ -152,21 +153,7 @@ def _lines(spec: PlotSpec, names: Sequence[str]) -> list[tuple[str, str]]:
             if spec.kind == "stack" and part in history.NOT_PHASES:
                 continue
             found.append((label + part, name))
-    return sorted(found, key=lambda line: _by_number(line[0])) if len(found) > 3 else found
-
-
-def _by_number(label: str) -> list[Any]:
-    """Sort key under which ``rank 10`` comes after ``rank 9``."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", label)]
-
-
-def _points(run: RunData, metric: str) -> tuple[list[int], list[float | None]]:
-    pairs = [(step, row[metric]) for step, row in run.rows if _is_finite(row, metric)]
-    return [step for step, _ in pairs], rounded([value for _, value in pairs])
-
-
-def _is_finite(row: Mapping[str, float], metric: str) -> bool:
-    return math.isfinite(row.get(metric, math.nan))
+    return sorted(found, key=lambda line: by_number(line[0])) if len(found) > 3 else found
 
 
 POINTS = 200

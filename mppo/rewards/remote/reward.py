@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -32,14 +31,6 @@ from mppo.rewards.scores import FailedScore
 from mppo.supervision.phase import tick
 
 
-class Admission(Enum):
-    """What a request may do."""
-
-    SEND = "send, with retries"
-    PROBE = "send once, to see whether the server has recovered"
-    REFUSED = "not send"
-
-
 class CircuitBreaker:
     """Counts requests that failed in a row, and refuses further ones after ``limit`` (None: never).
 
@@ -55,15 +46,16 @@ class CircuitBreaker:
         self._failures, self._probing, self._probe_at = 0, False, 0.0
         self._last = ""
 
-    def admit(self) -> Admission:
-        """Decide about a request; ``succeeded`` or ``failed`` must follow unless it is refused."""
+    def tries(self, most: int) -> int:
+        """How often a request may be sent: ``most`` times, once as a probe, or not at all.
+        ``succeeded`` or ``failed`` must follow unless it is 0."""
         with self._lock:
             if self._limit is None or self._failures < self._limit:
-                return Admission.SEND
+                return most
             if self._probing or self._clock() < self._probe_at:
-                return Admission.REFUSED
+                return 0
             self._probing = True
-            return Admission.PROBE
+            return 1
 
     def succeeded(self) -> None:
         with self._lock:
@@ -134,11 +126,10 @@ class RemoteReward:
 
     def _request(self, items: Sequence[Any], abandoned: threading.Event) -> list[Any]:
         """The results of a batch; ``FailedScore`` for items that the server did not score."""
-        admission = self._breaker.admit()
-        if admission is Admission.REFUSED:
+        tries = self._breaker.tries(self._options.retries + 1)
+        if not tries:
             why = f"the reward server {self._server.shown_url}: {self._breaker.describe()}"
             return [FailedScore(why)] * len(items)
-        tries = 1 if admission is Admission.PROBE else self._options.retries + 1
         try:
             results = self._exchange_with_retries(items, tries, abandoned)
         except ServerFailure as error:
@@ -167,7 +158,9 @@ class RemoteReward:
             try:
                 found = self._exchange([items[index] for index in pending])
             except ServerFailure as error:
-                failure = self._after(attempt + 1, error)
+                times = f" {attempt + 1} times, last" if attempt else ""
+                message = f"the reward server {self._server.shown_url} failed{times}: {error}"
+                failure = ServerFailure(message, error.retry, error.of_items)
                 if not error.retry:
                     break
                 continue
@@ -188,11 +181,6 @@ class RemoteReward:
             return self._wire.read(answer, items, ids)
         except ValueError as error:
             raise ServerFailure(self._server.quote(str(error))) from None
-
-    def _after(self, tries: int, error: ServerFailure) -> ServerFailure:
-        times = "" if tries == 1 else f" {tries} times, last"
-        message = f"the reward server {self._server.shown_url} failed{times}: {error}"
-        return ServerFailure(message, error.retry, error.of_items)
 
     def _delay(self, attempt: int) -> float:
         options = self._options
@@ -216,14 +204,13 @@ def build_remote_reward(reward: RewardConfig) -> RemoteReward:
     there is no such environment variable or tokenizer."""
     options = read_remote_options(reward)
     server = RewardServer(str(reward.url), reward.timeout_s, options.api_key_env)
-    return RemoteReward(server, _wire(reward.server_format, options), options)
-
-
-def _wire(name: str | None, options: RemoteOptions) -> WireFormat:
+    wire: WireFormat
     if isinstance(options, SandboxFusionOptions):
-        return SandboxFusionFormat(options)
-    if isinstance(options, ClassifierOptions):
-        return load_classifier_format(options)
-    if isinstance(options, JudgeOptions):
-        return JudgeFormat(options)
-    return OpenRLHFFormat() if name == "openrlhf" else MppoFormat()
+        wire = SandboxFusionFormat(options)
+    elif isinstance(options, ClassifierOptions):
+        wire = load_classifier_format(options)
+    elif isinstance(options, JudgeOptions):
+        wire = JudgeFormat(options)
+    else:
+        wire = OpenRLHFFormat() if reward.server_format == "openrlhf" else MppoFormat()
+    return RemoteReward(server, wire, options)

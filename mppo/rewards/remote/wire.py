@@ -70,7 +70,20 @@ class MppoFormat(OneItemPerResponse):
     """
 
     def items(self, responses: Sequence[Response]) -> list[list[Any]]:
-        return [[_item(response)] for response in responses]
+        return [
+            [
+                {
+                    "uid": each.prompt.uid,
+                    "prompt": each.prompt.text,
+                    "messages": [dict(message) for message in each.prompt.messages],
+                    "response": each.text,
+                    "ground_truth": each.prompt.ground_truth,
+                    "data_source": each.prompt.data_source,
+                    "extra": each.prompt.extra,
+                }
+            ]
+            for each in responses
+        ]
 
     def body(self, items: Sequence[Any], ids: Sequence[str]) -> Any:
         return {"items": [{"id": name, **item} for name, item in zip(ids, items)]}
@@ -110,19 +123,6 @@ class OpenRLHFFormat(OneItemPerResponse):
         }
         numbers = [{name: values[i] for name, values in found.items()} for i in range(len(ids))]
         return [{**more, "score": reward} for more, reward in zip(numbers, rewards)]
-
-
-def _item(response: Response) -> dict[str, Any]:
-    prompt = response.prompt
-    return {
-        "uid": prompt.uid,
-        "prompt": prompt.text,
-        "messages": [dict(message) for message in prompt.messages],
-        "response": response.text,
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-        "extra": prompt.extra,
-    }
 
 
 def _in_order(scores: Sequence[Any], given: Any, ids: Sequence[str]) -> list[Any]:

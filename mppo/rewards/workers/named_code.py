@@ -44,7 +44,8 @@ def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., A
         why, fix = f"no module and {noun}", f"write module:{noun} or path.py:{noun}"
         raise ConfigError([ConfigIssue(key, name, why, fix)])
     try:
-        found = _imported(name, _written_at(where))
+        file = Path(where).expanduser()
+        found = _imported(name, file.stat().st_mtime_ns if file.is_file() else 0)
     except (Exception, SystemExit) as error:
         why = f"importing {where} failed: {type(error).__name__}: {error}"
         issue = ConfigIssue(key, name, why, "correct the module, or its path")
@@ -52,12 +53,6 @@ def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., A
     if not callable(found):
         raise ConfigError([ConfigIssue(key, name, f"{where} has no {noun} {attribute!r}", fix)])
     return found
-
-
-def _written_at(where: str) -> int:
-    """When a file was last written, in ns; 0 for a module."""
-    file = Path(where).expanduser()
-    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 @cache

@@ -102,7 +102,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         reading, writing = os.pipe()
-        confined = self._task.confined
+        confined, numbers = self._task.confined, (str(self._workers), str(writing))
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -110,14 +110,7 @@ class WorkerPool:
         }
         with os.fdopen(writing, "wb"):
             self._server = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    START,
-                    json.dumps(sys.path),
-                    str(self._workers),
-                    str(writing),
-                ],
+                [sys.executable, "-c", START, json.dumps(sys.path), *numbers],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL if confined else None,
                 pass_fds=(writing,),

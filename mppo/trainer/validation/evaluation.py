@@ -237,9 +237,11 @@ def _with_reward_model(
     """The scorer with the recipe's reward model, which is built here. Collective."""
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
-    from mppo.rewards.reward_model.scale import RewardModelScale
-    from mppo.rewards.reward_model.scorer import with_reward_model
-    from mppo.rewards.reward_model.texts import reward_model_texts
+    from mppo.rewards.reward_model.scorer import (
+        RewardModelScale,
+        reward_model_texts,
+        with_reward_model,
+    )
     from mppo.trainer.roles import build_role
 
     path = resolve_model(str(recipe.reward_model.path))

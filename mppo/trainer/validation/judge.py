@@ -1,4 +1,4 @@
-"""``mppo-evaluate --judge``: responses against other answers, judged in pairs by a generative model.
+"""``mppo-evaluate --judge``: responses and other answers, judged in pairs by a generative model.
 
 Each pair is asked about twice, in both orders, because judges favour a place (Zheng et al. 2023,
 https://arxiv.org/abs/2306.05685). TRL's judges shuffle the order instead.
