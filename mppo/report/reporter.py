@@ -201,26 +201,18 @@ class Reporter:
         if self._console:
             self._console.samples(step, rows)
 
-    def close(self, status: RunState | None = None) -> None:
+    def close(self) -> None:
         """Write plots and report, and close progress bar and trackers; idempotent, and nothing
-        without ``start``.
-
-        Args:
-            status: how the run ended. None: "failed" while an exception propagates, otherwise
-                "stopped early" before the last step or "finished".
-
-        Raises:
-            OSError: the report cannot be written. While another exception propagates, only a
-                line is printed.
-        """
+        without ``start``. The run has failed while an exception propagates, else it has stopped
+        early or finished. OSError: the report cannot be written; while another exception
+        propagates, only a line is printed."""
         if not self._started:
             return
         self._started = False
         failing = sys.exc_info()[0] is not None
-        if status is None and failing:
-            status = "failed"
-        elif status is None:
-            status = "finished" if self._last_step >= self.total_steps else "stopped early"
+        status: RunState = "failed" if failing else "stopped early"
+        if not failing and self._last_step >= self.total_steps:
+            status = "finished"
         if self._console:
             self._console.stop()
         try:

@@ -13,7 +13,7 @@ from mppo.batch.prompt import Prompt
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import NoScore, RewardResult
 from mppo.rewards.scores import FailedScore, no_score
-from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
+from mppo.rewards.workers.named_code import imported_form
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.user_function import (
@@ -146,7 +146,6 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> FunctionReward:
-    """Import the function of ``reward.function`` and check its signature before a worker starts;
-    ConfigError if it cannot be imported, or does not accept the arguments."""
-    function = import_callable(KEY, name, "function", "name a function of it")
-    return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)
+    """Check the function of ``reward.function`` before a worker starts; raises as
+    ``imported_form``."""
+    return FunctionReward(name, kwargs, imported_form(name, kwargs), **settings)

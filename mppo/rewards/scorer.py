@@ -15,6 +15,7 @@ from mppo.batch.episode import Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.schema import Recipe
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
@@ -250,6 +251,20 @@ def build_scorer(
     return Scorer(
         function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent
     )
+
+
+def build_run_scorer(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    given: Callable[..., Any] | None = None,
+) -> Scorer:
+    """``build_scorer`` of a recipe, which can score these prompts (``Scorer.check``)."""
+    limit, has_agent = recipe.data.max_response_length, recipe.rollout.agent is not None
+    with_model = recipe.reward_model.in_use
+    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent, given)
+    scorer.check(prompts)
+    return scorer
 
 
 def build_reward_function(

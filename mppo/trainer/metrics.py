@@ -113,7 +113,10 @@ def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[
     for name, values in per_sequence.items():
         metrics |= _mean_max_min(name, values)
     for name in ("advantages", "returns", "values"):
-        metrics |= _moment_metrics(f"critic/{name}", moments[name])
+        each = moments[name]
+        largest, smallest = (each.max, each.min) if each.count else (0.0, 0.0)
+        metrics |= {f"critic/{name}/mean": each.mean}
+        metrics |= {f"critic/{name}/max": largest, f"critic/{name}/min": smallest}
     metrics |= _explained(table["errors"], table["returns"], episodes)
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
@@ -192,11 +195,6 @@ def explained_variance(errors: Moments, returns: Moments) -> float | None:
     return 1.0 - errors.var() / (returns.var() + 1e-5)
 
 
-def _moment_metrics(name: str, moments: Moments) -> dict[str, float]:
-    largest, smallest = (moments.max, moments.min) if moments.count else (0.0, 0.0)
-    return {f"{name}/mean": moments.mean, f"{name}/max": largest, f"{name}/min": smallest}
-
-
 def _mean(x: Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
@@ -205,11 +203,8 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
     """``name/mean``, ``name/max``, ``name/min``; zeros for an empty tensor."""
     if len(x) == 0:
         x = torch.zeros(1)
-    return {
-        f"{name}/mean": _mean(x),
-        f"{name}/max": x.max().item(),
-        f"{name}/min": x.min().item(),
-    }
+    ends = {f"{name}/max": x.max().item(), f"{name}/min": x.min().item()}
+    return {f"{name}/mean": _mean(x), **ends}
 
 
 def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
@@ -381,10 +376,7 @@ def mean_numbers(episodes: Sequence[Episode]) -> dict[tuple[str, str], float]:
     return {key: sum(found) / len(found) for key, found in numbers.items()}
 
 
-def reward_metrics(
-    episodes: Sequence[Episode],
-    greedy: Sequence[Episode],
-) -> dict[str, float]:
+def reward_metrics(episodes: Sequence[Episode], greedy: Sequence[Episode]) -> dict[str, float]:
     """``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and
     counts such as ``reward/timeouts`` of responses, also greedy ones, that were not scored."""
     numbers = mean_numbers(episodes)

@@ -29,6 +29,13 @@ def checked_form(
         raise ConfigError([issue]) from error
 
 
+def imported_form(name: str, kwargs: Mapping[str, Any]) -> FunctionForm:
+    """The form of the function of ``reward.function``; ConfigError if it cannot be imported, or
+    does not accept the arguments."""
+    found = import_callable(KEY, name, "function", "name a function of it")
+    return checked_form(name, found, kwargs)
+
+
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
     """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``.
 

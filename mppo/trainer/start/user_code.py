@@ -3,7 +3,8 @@ data files entirely, of others the first row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from mppo import register
@@ -14,7 +15,7 @@ from mppo.config.sections.data import SourceConfig
 from mppo.data.rows import DataRow, read_rows, too_few_prompts
 from mppo.data.verifiers_environment import environment_rows
 from mppo.rewards.verifiers import unknown, verifier_for
-from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
+from mppo.rewards.workers.named_code import imported_form
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
 SPLITS = ("train", "val")
@@ -124,22 +125,17 @@ def input_issues(
         return []
     issues = row_issues(recipe, splits)
     reward, agent = recipe.reward, recipe.rollout.agent
+    checks: list[Callable[[], object]] = []
     if reward.name == "function" and parts.reward is None:
-        try:
-            name = str(reward.function)
-            found = import_callable(KEY, name, "function", "name a function of it")
-            checked_form(name, found, reward.kwargs)
-        except ConfigError as error:
-            issues += _issues(error, remarks)
+        checks.append(partial(imported_form, str(reward.function), reward.kwargs))
     if agent is not None and parts.agent is None:
-        try:
-            check_agent(agent)
-        except ConfigError as error:
-            issues += _issues(error, remarks)
+        checks.append(partial(check_agent, agent))
     if (made := recipe.rollout.environment) is not None:
         split = "train" if "train" in splits else "val"
+        checks.append(partial(environment_rows, made.verifiers, made.arguments, split, 1))
+    for check in checks:
         try:
-            environment_rows(made.verifiers, made.arguments, split, 1)
+            check()
         except ConfigError as error:
             issues += _issues(error, remarks)
     return issues

@@ -31,7 +31,7 @@ from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.process_group import process_group
-from mppo.rewards.scorer import Scorer, build_scorer
+from mppo.rewards.scorer import Scorer, build_run_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.input_error import InputError
@@ -141,14 +141,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         raise ConfigError([NO_PROMPTS])
     check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
-    scorer = build_scorer(
-        recipe.reward,
-        tokenizer,
-        recipe.data.max_response_length,
-        recipe.reward_model.in_use,
-        has_agent=agent is not None,
-    )
-    scorer.check(prompts)
+    scorer = build_run_scorer(recipe, tokenizer, prompts)
     return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 

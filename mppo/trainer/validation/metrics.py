@@ -104,27 +104,18 @@ def _estimates(groups: Sequence[Samples], n: int) -> Iterator[tuple[str, int, fl
     knows_right = any(judgement.right is not None for judgement in everything)
     has_answers = any(judgement.answer is not None for judgement in everything)
     yield "reward/mean", n, _mean([_mean([one.score for one in group]) for group in groups])
+    right = [[one.right is True for one in group] for group in groups]
     for k in attempt_sizes(n):
         if not knows_right:
             if k > 1:
-                yield "reward/best", k, _mean([_best(group, k) for group in groups])
+                scores = [[one.score for one in group] for group in groups]
+                yield "reward/best", k, _mean([best_at_k(each, k) for each in scores])
             continue
-        yield "acc/pass", k, _mean([_passed(group, k) for group in groups])
+        yield "acc/pass", k, _mean([pass_at_k(len(each), sum(each), k) for each in right])
         if has_answers and k > 1:
-            yield "acc/maj", k, _mean([_majority(group, k) for group in groups])
-
-
-def _passed(group: Samples, k: int) -> float:
-    return pass_at_k(len(group), sum(one.right is True for one in group), k)
-
-
-def _best(group: Samples, k: int) -> float:
-    return best_at_k([one.score for one in group], k)
-
-
-def _majority(group: Samples, k: int) -> float:
-    answers = [one.answer or "" for one in group]
-    return majority_at_k(answers, [one.right is True for one in group], k)
+            answers = [[one.answer or "" for one in group] for group in groups]
+            voted = [majority_at_k(*each, k) for each in zip(answers, right, strict=True)]
+            yield "acc/maj", k, _mean(voted)
 
 
 def _mean(values: Sequence[float]) -> float:
