@@ -89,6 +89,12 @@ class History:
         return series(self.rows, name)
 
 
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most ``most`` places of ``count``, evenly spaced, with the first and the last."""
+    most = min(count, most)
+    return sorted({round(i * (count - 1) / max(most - 1, 1)) for i in range(most)})
+
+
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, without values that are not finite."""
     pairs = [(step, row[name]) for step, row in rows if math.isfinite(row.get(name, math.nan))]

@@ -86,9 +86,7 @@ def calibration_lines(runs: History) -> list[tuple[int, list[float], list[float]
         if groups:
             values = [row[f"{_VALUE}{group}"] for group in groups]
             found.append((step, values, [row[f"{_RETURN}{group}"] for group in groups]))
-    last, parts = len(found) - 1, _CALIBRATED_STEPS - 1
-    chosen = sorted({round(i * last / parts) for i in range(parts + 1)}) if found else []
-    return [found[i] for i in chosen]
+    return [found[i] for i in history.evenly_spaced(len(found), _CALIBRATED_STEPS)]
 
 
 def plot_calibration(runs: History, path: Path, title: str) -> None:

@@ -186,9 +186,7 @@ def _numbers(series: tuple[list[int], list[float]] | None) -> dict[str, Any] | N
     if series is None:
         return None
     steps, values = series
-    last = len(steps) - 1
-    count = min(POINTS, len(steps))
-    places = sorted({round(i * last / max(count - 1, 1)) for i in range(count)})
+    places = history.evenly_spaced(len(steps), POINTS)
     return {
         "count": len(steps),
         "numbers": rounded([values[0], values[-1], min(values), max(values)]),
