@@ -102,13 +102,9 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of each line; an incomplete last line is left out.
-
-    Raises:
-        OSError: the file cannot be read.
-        InputError: with the first line that a run could not have written, and the reason; or it
-            is no regular file.
-    """
+    """Step and metrics of each line; an incomplete last line is left out. OSError: the file cannot
+    be read. InputError: the first line that a run could not have written, and the reason; or it is
+    no regular file."""
     *lines, last = read_file(path, _LIMIT).split(b"\n")
     rows = []
     for number, line in enumerate([*lines, last], start=1):

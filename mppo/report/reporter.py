@@ -58,10 +58,7 @@ class Reporter:
 
     Nothing is written before ``start``, so a run that does not start leaves an earlier run's report
     as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
-    method does nothing.
-
-    Raises:
-        ConfigError: a tracker's package is not installed.
+    method does nothing. ConfigError: a tracker's package is not installed.
     """
 
     def __init__(
@@ -97,10 +94,7 @@ class Reporter:
 
         Metrics, samples and timelines of later steps in the folder belong to work that was lost,
         and are dropped; dumps of it are marked stale until the run has passed their steps.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            ValueError: a line of metrics.jsonl is not valid.
+        ConfigError: the folder cannot be written. ValueError: a line of metrics.jsonl is not valid.
         """
         if not self.is_main:
             return

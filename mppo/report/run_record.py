@@ -26,14 +26,9 @@ EventKind = Literal["start", "end", "died", "warning", "engine", "code"]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened in a run.
-
-    Args:
-        kind: "start" of a process of the run; its "end"; "died": it ended without one, which the
-            next start finds; a "warning"; "engine": a lost server; or "code": a start found other
-            code under a key of the recipe.
-        time: UTC, ISO 8601.
-    """
+    """Something that happened in a run, at a ``time`` in UTC (ISO 8601): "start" of a process of
+    the run; its "end"; "died": it ended without one, which the next start finds; a "warning";
+    "engine": a lost server; or "code": a start found other code under a key of the recipe."""
 
     kind: EventKind
     step: int | None

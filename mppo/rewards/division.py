@@ -48,10 +48,7 @@ def score_divided(
     episodes: Sequence[Episode],
 ) -> list[ResponseScore]:
     """Score an even part of the responses on every rank and return all scores on every rank;
-    ScoringError if it failed on some rank.
-
-    Collective if there is a process group. Tokens of responses that their home does not score move.
-    """
+    ScoringError if it failed on some rank. Collective if there is a process group."""
     wanted: list[list[int]] = [[] for _ in range(group_size())]
     homes = [each.home for each in episodes]
     for number, rank in enumerate(scoring_ranks(homes, len(wanted))):

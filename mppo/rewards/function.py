@@ -29,16 +29,11 @@ from mppo.safety.python_file import describe_error
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Calls a function in separate processes of this rank, with one response or with several.
-
-    Args:
-        name: ``module:function`` or ``path.py:function``. The function returns for each response a
-            value that ``mppo.rewards.result`` reads.
-        memory_mb: limit of a process's address space in MiB.
-        workers: processes; the function's state in one of them is not known to the others.
-        batch_size: most responses in one call, if the form allows several; None: an equal part of
-            the responses for each process.
-    """
+    """Calls a function, ``module:function`` or ``path.py:function``, in ``workers`` processes of
+    this rank, with one response or with several. It returns for each response a value that
+    ``mppo.rewards.result`` reads. ``memory_mb`` limits a process's address space in MiB;
+    ``batch_size`` the responses in one call, if the form allows several (None: an equal part of the
+    responses for each process)."""
 
     name: str
     kwargs: Mapping[str, Any]

@@ -40,12 +40,9 @@ ProgramVerifier = Callable[[str, str, Mapping[str, Any]], float | Unscored]
 class RuleReward:
     """Scores with the verifier of each prompt's data source, or with one verifier for all prompts.
 
-    Args:
-        sandbox: limits for programs, as arguments of ``mppo_sandbox.sandbox.Sandbox``.
-        timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
-        memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
-        programs: scores the responses of the verifier ``code`` elsewhere; None: in the sandbox of
-            this machine.
+    Verifiers in worker processes have ``timeout_s`` seconds per response and ``memory_mb`` MiB of
+    address space (None: ``MEMORY_MB``). ``programs`` scores the responses of the verifier ``code``;
+    None: the sandbox of this machine, with these arguments of ``mppo_sandbox.sandbox.Sandbox``.
     """
 
     verifier: str | None = None

@@ -229,18 +229,10 @@ def build_scorer(
     has_agent: bool = False,
     given: Callable[..., Any] | None = None,
 ) -> Scorer:
-    """Build the scorer of a recipe.
-
-    Args:
-        max_response_length: ``data.max_response_length``; needed for the overlong penalty.
-        with_model: the recipe has a reward model, for the caller to add; without
-            ``reward.weight`` it is the only source of scores.
-        given: the function that ``reward.function`` names, of the program that started the run;
-            None: it is imported.
-
-    Raises:
-        ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
-    """
+    """Build the scorer of a recipe; ConfigError for an unknown verifier, an unusable function or
+    URL, or wrong or missing keys. ``with_model``: the caller adds a reward model, which without
+    ``reward.weight`` is the only source of scores. ``given`` is the function that
+    ``reward.function`` names, of the program that started the run; None: it is imported."""
     buffer, limit = reward.overlong_buffer_len, max_response_length or 0
     if buffer and buffer > limit:
         why = f"longer than data.max_response_length = {limit}"

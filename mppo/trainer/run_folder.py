@@ -158,15 +158,9 @@ def decide(
 
 
 class RunFolder:
-    """The run folder at this start. Construct collectively; ``begin`` makes the first change.
-
-    Attributes:
-        found: the checkpoint to resume from; None without one.
-        finished: whether nothing is left to do.
-
-    Raises:
-        ConfigError: the run cannot start in this folder.
-    """
+    """The run folder at this start, with the checkpoint that was ``found`` to resume from;
+    ``finished``: nothing is left to do. Construct collectively (ConfigError: the run cannot start
+    in this folder); ``begin`` makes the first change."""
 
     def __init__(
         self,

@@ -56,12 +56,8 @@ def build_run(
     recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts = NO_PARTS
 ) -> Run | None:
     """Build prompts, models, engine, scorer, reporter and checkpoints of a run; None if it has
-    finished already. Collective.
-
-    Raises:
-        StepInterrupted: a stop was requested.
-        ConfigError: the run cannot start in its folder.
-    """
+    finished already. Collective. StepInterrupted: a stop was requested. ConfigError: the run cannot
+    start in its folder."""
     stop_request.expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
     folder = resolve_model(recipe.model.path, seed=trainer.seed)

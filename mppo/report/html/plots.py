@@ -18,15 +18,10 @@ Kind = Literal["lines", "ranks", "stack", "heat"]
 
 @dataclass(frozen=True)
 class PlotSpec:
-    """A plot.
-
-    Args:
-        unit: what the vertical axis shows.
-        metrics: label and metric of each line; a metric is a regular expression, and its group,
-            if it has one, is the label.
-        kind: lines of all runs in one plot, these of a metric of each rank (its prefix), or a
-            stacked area or a heat map per run.
-    """
+    """A plot; ``unit`` is what the vertical axis shows. ``metrics`` are label and metric of each
+    line; a metric is a regular expression, and its group, if it has one, is the label. ``kind``:
+    lines of all runs in one plot, these of a metric of each rank (its prefix), or a stacked area or
+    a heat map per run."""
 
     title: str
     unit: str

@@ -56,16 +56,9 @@ class ClassifierFormat(OneItemPerResponse):
 def scored_tokens(
     tokenizer: PreTrainedTokenizerBase, responses: Sequence[Response], templated: bool, key: str
 ) -> list[list[int]]:
-    """Tokens of prompt and response for a reward model.
-
-    Args:
-        templated: render the conversation with the tokenizer's chat template; otherwise the
-            prompt's text, the response and the end-of-sequence token.
-        key: the key or option that asks for the chat template, for messages.
-
-    Raises:
-        ConfigError: the chat template failed.
-    """
+    """Tokens of prompt and response for a reward model: with ``templated`` the conversation by the
+    tokenizer's chat template, which ``key`` asks for (ConfigError: it failed); otherwise the
+    prompt's text, the response and the end-of-sequence token."""
     if templated:
         conversations = [conversation(each.prompt, each.text) for each in responses]
         texts = render_with(tokenizer, conversations, key, add_generation_prompt=False)

@@ -25,12 +25,8 @@ _TEMPORARY = frozenset({408, 425, 429})
 
 
 class ServerFailure(Exception):
-    """A request without a usable answer; its message holds no secrets.
-
-    Args:
-        retry: the same request may succeed later.
-        of_items: the server refuses this request's content; others may succeed.
-    """
+    """A request without a usable answer; its message holds no secrets. ``retry``: the same request
+    may succeed later; ``of_items``: the server refuses its content, and others may succeed."""
 
     def __init__(self, message: str, retry: bool = True, of_items: bool = False) -> None:
         super().__init__(message)

@@ -43,11 +43,9 @@ class RewardModelTexts:
     read and wrote (``same_tokens``). Otherwise the response is decoded, and prompt and response are
     rendered and tokenised again; the score then belongs to the last token of the rendered text.
 
-    Args:
-        chat_template: render the messages with the reward model's chat template; false:
-            continue the actor's prompt with the response.
-        special_tokens: tokenise texts with the special tokens that ``own`` adds.
-        max_length: most tokens; of a longer text only the last ones are kept. None: no limit.
+    ``chat_template``: render the messages with the reward model's chat template, else continue the
+    actor's prompt. ``special_tokens``: tokenise texts with those that ``own`` adds. Of a longer text
+    only the last ``max_length`` tokens are kept.
     """
 
     actors: PreTrainedTokenizerBase
@@ -58,14 +56,10 @@ class RewardModelTexts:
     max_length: int | None = None
 
     def tokens(self, episodes: Sequence[Episode]) -> tuple[dict[int, Tensor], list[int]]:
-        """Tokens of prompt and response.
-
-        Collective: each rank renders and tokenises the responses that it holds; it gets their
-        tokens, int64, by number, ascending, and the number of tokens of every response.
-
-        Raises:
-            ScoringError: on every rank: the chat template failed, or rendered an empty text.
-        """
+        """Tokens of prompt and response. Collective: each rank renders and tokenises the responses
+        that it holds; it gets their tokens, int64, by number, ascending, and the number of tokens
+        of every response. ScoringError on every rank: the chat template failed, or rendered an
+        empty text."""
         held: dict[int, Tensor] = {}
         failure: Exception | None = None
         try:
@@ -221,11 +215,8 @@ SCORING = "computing scores with reward_model"
 
 @dataclass(frozen=True)
 class RewardModelScorer:
-    """Scores responses in a forward pass of the reward model.
-
-    Normalised scores are clipped to [-clip, clip]; in the context of ``placed`` the parameters are
-    on the device.
-    """
+    """Scores responses in a forward pass of the reward model. Normalised scores are clipped to
+    [-clip, clip]; in the context of ``placed`` the parameters are on the device."""
 
     role: Role
     texts: RewardModelTexts

@@ -37,15 +37,9 @@ def imported_form(name: str, kwargs: Mapping[str, Any]) -> FunctionForm:
 
 
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
-    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``.
-
-    Args:
-        noun: what is named, such as "function".
-        fix: what to do if the module lacks it.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``;
+    ConfigError if it cannot be imported. ``noun`` is what is named, such as "function"; ``fix``
+    what to do if the module lacks it."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         why, fix = f"no module and {noun}", f"write module:{noun} or path.py:{noun}"
