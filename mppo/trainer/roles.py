@@ -21,10 +21,10 @@ from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
 from mppo.rewards.reward_model.scorer import RewardModelScale
 from mppo.supervision.phase import phase
-from mppo.trainer.critic.gate import value_gate
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.residency import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
+from mppo.trainer.value_gate import value_gate
 
 
 def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:

@@ -43,9 +43,9 @@ class RewardModelTexts:
     read and wrote (``same_tokens``). Otherwise the response is decoded, and prompt and response are
     rendered and tokenised again; the score then belongs to the last token of the rendered text.
 
-    ``chat_template``: render the messages with the reward model's chat template, else continue the
-    actor's prompt. ``special_tokens``: tokenise texts with those that ``own`` adds. Of a longer text
-    only the last ``max_length`` tokens are kept.
+    ``chat_template``: render the messages with the reward model's chat template, else continue
+    the actor's prompt. ``special_tokens``: tokenise texts with those that ``own`` adds. Of longer
+    texts only the last ``max_length`` tokens are kept.
     """
 
     actors: PreTrainedTokenizerBase
