@@ -66,9 +66,7 @@ def score_divided(
 
 
 def exchange_scores(
-    mine: Mapping[int, ResponseScore],
-    episodes: Mapping[int, Episode],
-    failure: Exception | None,
+    mine: Mapping[int, ResponseScore], episodes: Mapping[int, Episode], failure: Exception | None
 ) -> dict[int, ResponseScore]:
     """Gather the scores of all ranks, or raise ScoringError on all if one has a ``failure``
     (``exchange_results``). Collective if there is a process group.

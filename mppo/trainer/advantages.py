@@ -34,12 +34,7 @@ from mppo.algos.masked import (
     sequence_moments,
     sequence_sum,
 )
-from mppo.algos.reward_normalization import (
-    RewardStats,
-    ScoreScale,
-    batch_scale,
-    group_scale,
-)
+from mppo.algos.reward_normalization import RewardStats, ScoreScale, batch_scale, group_scale
 from mppo.algos.rollout_correction import (
     icepop,
     importance_weights,

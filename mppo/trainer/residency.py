@@ -7,14 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from mppo.models.role import Role
-from mppo.planning.residency import (
-    GENERATION,
-    REWARD,
-    WEIGHT_SYNC,
-    Part,
-    Place,
-    Residency,
-)
+from mppo.planning.residency import GENERATION, REWARD, WEIGHT_SYNC, Part, Place, Residency
 from mppo.supervision.phase import phase
 
 

@@ -106,11 +106,7 @@ def scaled_recipe(given: Path, info: LaunchInfo) -> dict[str, Any]:
 
 
 def planned_run(
-    given: Given,
-    overrides: Sequence[str],
-    info: LaunchInfo,
-    world: int | None,
-    gpu: str | None,
+    given: Given, overrides: Sequence[str], info: LaunchInfo, world: int | None, gpu: str | None
 ) -> RunPlan:
     """Check a recipe and plan its run, for which neither weights nor a GPU are needed. Models that
     are not here have their config in ``configs`` beside the recipe's file. ``world`` None: ranks of

@@ -42,10 +42,7 @@ def generate_validation(
     return found
 
 
-def sample_lines(
-    episodes: Sequence[Episode],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[str]:
+def sample_lines(episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """One JSON object for each response, with prompt, answer and score, on the first rank; none
     elsewhere. Collective."""
     ids = bring_ids_to_first(episodes)
