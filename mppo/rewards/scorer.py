@@ -269,7 +269,7 @@ def build_reward_function(
         why = f"reward.name={reward.name} needs it"
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
-    limits = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
+    limits: dict[str, Any] = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
     if reward.name == "rule" and reward.server_format:
         return RuleReward(reward.verifier, programs=build_remote_reward(reward), **limits)
     if reward.name == "rule":

@@ -79,14 +79,16 @@ def gsm8k_answer(response: str) -> str | None:
 
 def gsm8k_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the last number in the response equals the ground truth by value."""
-    found = NUMBER.findall(response)
-    return _same_number(found[-1] if found else "", ground_truth)
+    value = parse_number(ground_truth.rpartition("####")[2])
+    if value is None:
+        raise InputError(f"the ground truth {ground_truth!r} is not a number")
+    return float(parse_number(_last(NUMBER, response)) == value)
 
 
 def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the last option letter, A to J, alone or in parentheses, is the ground truth."""
-    found = CHOICE.findall(response)
-    return float(bool(found) and found[-1] == ground_truth.strip().strip("()").upper())
+    given = _last(CHOICE, response)
+    return float(given != "" and given == ground_truth.strip().strip("()").upper())
 
 
 def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
@@ -262,11 +264,9 @@ def last_tagged(text: str) -> str | None:
     return found
 
 
-def _same_number(given: str, ground_truth: str) -> float:
-    value = parse_number(ground_truth.rpartition("####")[2])
-    if value is None:
-        raise InputError(f"the ground truth {ground_truth!r} is not a number")
-    return float(parse_number(given) == value)
+def _last(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.findall(text)
+    return found[-1] if found else ""
 
 
 def parse_number(text: str) -> tuple[bool, str, str] | None:
@@ -304,10 +304,6 @@ def extract_answer(verifier: str, response: str) -> str | None:
     return _EXTRACT[verifier](response)[:ANSWER_CHARACTERS]
 
 
-def _last_number(found: list[str]) -> str:
-    return _spelled(found[-1]) if found else ""
-
-
 def _spelled(text: str) -> str:
     """A number in one spelling; other text without white space at its ends."""
     number = parse_number(text)
@@ -317,22 +313,13 @@ def _spelled(text: str) -> str:
     return f"{'-' * negative}{integer or '0'}{'.' * bool(fraction)}{fraction}"
 
 
-def _final(response: str) -> str:
-    return without_spaces(extract_final(response).strip("$ "))
-
-
-def _choice(response: str) -> str:
-    found = CHOICE.findall(response)
-    return found[-1] if found else ""
-
-
 _EXTRACT: dict[str, Callable[[str], str]] = {
     "exact": str.strip,
     "final_answer": lambda response: without_spaces(extract_final(response)),
     "gsm8k": lambda response: gsm8k_answer(response) or "",
-    "gsm8k_flexible": lambda response: _last_number(NUMBER.findall(response)),
-    "choice": _choice,
+    "gsm8k_flexible": lambda response: _spelled(_last(NUMBER, response)),
+    "choice": lambda response: _last(CHOICE, response),
     "math": lambda response: spelled_latex(boxed_as_text(response) or ""),
-    "math_flexible": lambda response: _spelled(_final(response)),
+    "math_flexible": lambda response: _spelled(without_spaces(extract_final(response).strip("$ "))),
     "reasoning_gym": extract_final,
 }

@@ -183,21 +183,11 @@ def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
 
 
 def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    mask_T, cu_seqlens, unbiased = (
-        batch.response_mask_T,
-        batch.cu_seqlens,
-        algorithm.whiten_unbiased,
-    )
-    gather = gather_of(batch)
+    mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
     if algorithm.whiten_over == "group":
+        cu_seqlens, group_B, gather = batch.cu_seqlens, batch.group_B, gather_of(batch)
         return masked_whiten_by_group(
-            advantages_T,
-            mask_T,
-            cu_seqlens,
-            batch.group_B,
-            unbiased,
-            gather=gather,
-            held_H=batch.held_H,
+            advantages_T, mask_T, cu_seqlens, group_B, unbiased, gather=gather, held_H=batch.held_H
         )
     moments = _moments(advantages_T, mask_T, batch)
     return masked_whiten(advantages_T, mask_T, unbiased=unbiased, moments=moments)

@@ -14,7 +14,7 @@ from mppo.config.sections.remote import ClassifierOptions
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.hub.tokenizing import tokens_of
-from mppo.rewards.remote.wire import OneItemPerResponse
+from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response, conversation
 from mppo.rewards.scores import FailedScore
 from mppo.safety.input_error import InputError
@@ -22,7 +22,7 @@ from mppo.safety.input_error import InputError
 _KEY = "reward.kwargs.apply_chat_template"
 
 
-class ClassifierFormat(OneItemPerResponse):
+class ClassifierFormat(WireFormat):
     """SGLang's endpoint for reward models: tokens in, the score of the last token out.
     ``tokenizer`` is the model's own; its chat template renders prompt and response."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from mppo.config.sections.remote import JudgeOptions
-from mppo.rewards.remote.wire import OneItemPerResponse
+from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
 from mppo.safety.foreign_text import quoted
@@ -22,7 +22,7 @@ SEARCH_S = 1.0
 _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
-class JudgeFormat(OneItemPerResponse):
+class JudgeFormat(WireFormat):
     """``/v1/chat/completions``: one message per request, whose answer contains the score."""
 
     def __init__(self, options: JudgeOptions) -> None:

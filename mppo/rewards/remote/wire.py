@@ -38,14 +38,8 @@ class WireFormat(Protocol):
         ...
 
     def combine(self, results: Sequence[Any]) -> Any:
-        """The result of a response from those of its items; none of them is a ``FailedScore``."""
-        ...
-
-
-class OneItemPerResponse:
-    """The part of a format whose items are responses."""
-
-    def combine(self, results: Sequence[Any]) -> Any:
+        """The result of a response from those of its items, by default its only one; none of them
+        is a ``FailedScore``."""
         (result,) = results
         return result
 
@@ -60,7 +54,7 @@ def list_of(answer: Any, name: str, count: int) -> list[Any]:
     return found
 
 
-class MppoFormat(OneItemPerResponse):
+class MppoFormat(WireFormat):
     """mppo's own format.
 
     Request: ``{"items": [{"id", "uid", "prompt", "messages", "response", "ground_truth",
@@ -95,7 +89,7 @@ class MppoFormat(OneItemPerResponse):
         return [_failed(score) for score in scores]
 
 
-class OpenRLHFFormat(OneItemPerResponse):
+class OpenRLHFFormat(WireFormat):
     """OpenRLHF's ``remote_rm_url``.
 
     Request: ``{"query": [prompt and response], "prompts": [...], "labels": [...]}``. Answer:
