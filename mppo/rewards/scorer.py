@@ -29,19 +29,11 @@ from mppo.rewards.workers.named_code import checked_form
 
 @dataclass(frozen=True)
 class Scorer:
-    """Decodes responses, calls reward function and reward model, and shapes their weighted sum.
-
-    The shaping changes the outcome reward only, not the rewards of tokens.
-
-    Args:
-        reward_function: returns the raw scores of responses; None: only the model scores.
-        max_response_length: in tokens; the overlong penalty is full at this length.
-        model: scores responses with the reward model, collectively; None: there is none.
-        model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
-            of the reward function.
-        cache: scores of the reward function by content; None: every response is scored.
-        has_agent: responses are conversations, of which an agent may have said the score.
-    """
+    """Decodes responses, calls reward function (None: only the model scores) and, collectively,
+    reward model, and shapes the sum of their scores, with the weights ``reward.weight`` and
+    ``model_weight``. The shaping changes the outcome reward only, not the rewards of tokens; the
+    overlong penalty is full at ``max_response_length`` tokens. With ``has_agent`` responses are
+    conversations, of which an agent may have said the score."""
 
     reward_function: RewardFunction | None
     tokenizer: PreTrainedTokenizerBase

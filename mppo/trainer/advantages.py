@@ -122,15 +122,10 @@ def estimate(
     baseline_scores_B: Tensor | None = None,
 ) -> Experience:
     """Compute rewards, advantages, returns and loss weights of the sequences held. Collective.
-
-    Args:
-        kl_coef: the controller's current coefficient of the KL in the reward.
-        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
-            the scale of the batch's scores; ``remax`` raises InputError without it.
-
-    Returns:
-        Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
-    """
+    ``kl_coef`` is the controller's current coefficient of the KL in the reward;
+    ``baseline_scores_B``, float32 ``[B]``, the score of a greedy response to the same prompt, on
+    the scale of the batch's scores (InputError: ``remax`` without it). With ``bypass_mode`` the old
+    log-probabilities of the experience are the engine's."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     penalty_T = torch.zeros_like(mask_T)

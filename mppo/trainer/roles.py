@@ -61,16 +61,11 @@ def build_role(
 class Roles:
     """Actor, and critic, reference and reward model where the recipe uses them.
 
-    Args:
-        folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
-            critic and reference unless the recipe names others.
-        text: documents for the pretraining mix.
-        table: who is where in which phase; None: as planned for this machine.
-
-    Attributes:
-        slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
-        gate: of a value pretraining; None: the run is none.
-        seconds: duration of each role's last forward pass and update.
+    ``folder``, a Hugging Face folder or checkpoint, has the initial weights of the actor, and of
+    critic and reference unless the recipe names others; ``table`` says who is where in which phase
+    (None: as planned for this machine). ``slot_balance`` chooses the token budgets of the trained
+    roles, unless the recipe has numbers; ``gate`` is that of a value pretraining; ``seconds`` are
+    durations of each role's last forward pass and update.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def checked_recipe(
         read_config if planned is None else planned.read,
         files=not is_planned,
         role_checks=(partial(check_role, planned=is_planned),),
-        engine_check=partial(check_engine, on_cpu=False) if is_planned else _check_engine_here,
+        engine_check=partial(check_engine, on_cpu=False if is_planned else None),
         remarks=remarks,
         fetch_model=fetch_model if planned is None else planned.fetch,
         fetch_data_set=fetch_data_set,
@@ -141,17 +141,14 @@ def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator
         yield from check_weights(role, config)
 
 
-def check_engine(recipe: Recipe, config: Any, on_cpu: bool) -> Iterable[ConfigIssue]:
-    """What the rollout engine does not support in the actor's model."""
+def check_engine(recipe: Recipe, config: Any, on_cpu: bool | None) -> Iterable[ConfigIssue]:
+    """What the rollout engine does not support in the actor's model; None: on this machine."""
+    from mppo.parallel import device
     from mppo.rollout.sglang.model_support import engine_issues
 
-    return () if recipe.trainer.replay is not None else engine_issues(recipe, config, on_cpu)
-
-
-def _check_engine_here(recipe: Recipe, config: Any) -> Iterable[ConfigIssue]:
-    from mppo.parallel import device
-
-    return check_engine(recipe, config, on_cpu=not device.is_cuda())
+    if recipe.trainer.replay is not None:
+        return ()
+    return engine_issues(recipe, config, not device.is_cuda() if on_cpu is None else on_cpu)
 
 
 _UNUSED = re.compile(

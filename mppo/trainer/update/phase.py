@@ -76,13 +76,10 @@ class UpdatePhase:
         self._align = roles.recipe.trainer.align_overflow
 
     def run(self) -> None:
-        """Compute all gradients and take all optimizer steps. Collective.
-
-        Raises:
-            NonFiniteStep: a loss or gradient is not finite, and ``trainer.on_nonfinite`` is "stop"
-                or this is the ``trainer.max_nonfinite_in_a_row``-th such step in a row.
-            StepInterrupted: a stop was requested, and the rest of the update would take too long.
-        """
+        """Compute all gradients and take all optimizer steps. Collective. NonFiniteStep: a loss or
+        gradient is not finite, and ``trainer.on_nonfinite`` is "stop" or this is the
+        ``trainer.max_nonfinite_in_a_row``-th such step in a row. StepInterrupted: a stop was
+        requested, and the rest of the update would take too long."""
         for update in self.updates:
             assert update.role.optimizer is not None, f"{update.role.name} is frozen"
             update.learning_rate = update.role.optimizer.advance()
