@@ -75,13 +75,12 @@ def _parent(
     """The earlier sequence with the longest common beginning, and its length in tokens."""
     if not earlier:
         return None, 0
-    shared = {other: _common(tables[other].tokens, tables[index].tokens) for other in earlier}
+    shared = {}
+    for other in earlier:
+        pairs = zip(tables[other].tokens, tables[index].tokens)
+        shared[other] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     parent = max(earlier, key=lambda other: shared[other])  # the first of equal ones
     return parent, shared[parent]
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
 
 
 def _plain(step: int, index: int, table: TokenTable) -> Plain:

@@ -50,10 +50,10 @@ class JudgeFormat(WireFormat):
         }
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        first = choices[0] if isinstance(choices, list) and choices else None
-        message = first.get("message") if isinstance(first, dict) else None
-        text = message.get("content") if isinstance(message, dict) else None
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
         if not isinstance(text, str):
             raise InputError("it must answer with a text in choices[0].message.content")
         return [self.find_score(text)]
