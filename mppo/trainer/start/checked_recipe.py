@@ -143,12 +143,15 @@ def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator
 
 def check_engine(recipe: Recipe, config: Any, on_cpu: bool | None) -> Iterable[ConfigIssue]:
     """What the rollout engine does not support in the actor's model; None: on this machine."""
-    from mppo.parallel import device
     from mppo.rollout.sglang.model_support import engine_issues
 
     if recipe.trainer.replay is not None:
         return ()
-    return engine_issues(recipe, config, not device.is_cuda() if on_cpu is None else on_cpu)
+    if on_cpu is None:
+        from mppo.parallel import device
+
+        on_cpu = not device.is_cuda()
+    return engine_issues(recipe, config, on_cpu)
 
 
 _UNUSED = re.compile(
