@@ -241,11 +241,11 @@ def build_run_scorer(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
+    has_agent: bool,
     given: Callable[..., Any] | None = None,
 ) -> Scorer:
     """``build_scorer`` of a recipe, which can score these prompts (``Scorer.check``)."""
-    limit, has_agent = recipe.data.max_response_length, recipe.rollout.agent is not None
-    with_model = recipe.reward_model.in_use
+    limit, with_model = recipe.data.max_response_length, recipe.reward_model.in_use
     scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent, given)
     scorer.check(prompts)
     return scorer
