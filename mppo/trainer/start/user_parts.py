@@ -29,11 +29,13 @@ class Callbacks:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """After a step and its validation, before its checkpoint; each gets its own metrics."""
-        self._call("on_step", lambda: (step, dict(metrics)))
+        for each in self._given:
+            self._call(each, "on_step", step, dict(metrics))
 
     def on_batch(self, batch: Batch) -> None:
         """Before the update, with the scored batch; its ``[T]`` tensors are this rank's share."""
-        self._call("on_batch", lambda: (batch,))
+        for each in self._given:
+            self._call(each, "on_batch", batch)
 
     def on_end(self) -> None:
         """After the last step and the export; not in a run that fails."""
