@@ -16,8 +16,8 @@ from pathlib import Path
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
-from mppo.trainer.start.evaluated_recipe import evaluated_recipe
-from mppo.trainer.validation.opponent import read_opponent
+from mppo.trainer.start.checked_recipe import evaluated_recipe
+from mppo.trainer.validation.judge import read_opponent
 
 
 @redacted_output()

@@ -26,14 +26,8 @@ _OWN = Path(__file__).parents[1]
 
 def keep_code(folder: Path, recipe: Mapping[str, Any], done: int) -> list[str]:
     """Copy the files into ``code/<key>/``, with secrets replaced; return the keys whose code has
-    changed since the last start.
-
-    A copy that an earlier start left and that differs is renamed to ``<file>.until_step_<done>``
-    (PPO steps that are done).
-
-    Raises:
-        OSError: a copy cannot be written.
-    """
+    changed since the last start. The earlier copy is then renamed to ``<file>.until_step_<done>``
+    (PPO steps that are done). OSError: a copy cannot be written."""
     changed = []
     for key, path in _code_paths(recipe):
         try:

@@ -40,12 +40,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 
 
 class SampleRow(NamedTuple):
-    """A completion in the table of samples.
-
-    Args:
-        answer: the final answer in the response; None if nothing reads it.
-        place: "best" or "worst" of the step; empty for other completions.
-    """
+    """A completion in the table of samples: ``answer`` is the final answer in the response (None:
+    nothing reads it), ``place`` "best" or "worst" of the step, or empty."""
 
     prompt: str
     response: str
@@ -70,14 +66,10 @@ SAMPLE_COLUMNS = tuple(name.replace("_", " ") for name in SampleRow._fields)
 
 
 class StepConsole:
-    """A line per step; on a terminal, below the lines, a bar with the current phase and the numbers
-    of the last step.
-
-    Args:
-        console: where to print; None: standard output, where only a real terminal gets a display
-            and colours, whatever ``FORCE_COLOR`` says: the output may be the log of a job.
-        style: ``live``; ``lines``: no display on a terminal either; ``quiet``: no line per step.
-    """
+    """A line per step, unless ``quiet``; on a terminal, if ``live``, also a bar below the lines,
+    with the current phase and the numbers of the last step. On standard output (``console`` None)
+    only a real terminal gets a display and colours, whatever ``FORCE_COLOR`` says: the output may
+    be the log of a job."""
 
     def __init__(
         self,

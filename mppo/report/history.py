@@ -1,10 +1,11 @@
-"""The metrics of a run by step, in metrics.jsonl."""
+"""The metrics of a run by step, in metrics.jsonl, and its main numbers for both reports."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -14,6 +15,8 @@ from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_file
 
 Metrics = Mapping[str, float]
+Rows = Sequence[tuple[int, Metrics]]
+"""Step and metrics of each logged step."""
 LONGEST_NAME = 250
 """Most characters of a metric's name."""
 _LIMIT = 4 << 30
@@ -83,26 +86,25 @@ class History:
                 file.write(_line(step, row))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, without values that are not finite."""
         return series(self.rows, name)
 
 
-def series(
-    rows: Sequence[tuple[int, Mapping[str, float]]], name: str
-) -> tuple[list[int], list[float]]:
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most ``most`` places of ``count``, evenly spaced, with the first and the last."""
+    most = min(count, most)
+    return sorted({round(i * (count - 1) / max(most - 1, 1)) for i in range(most)})
+
+
+def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, without values that are not finite."""
     pairs = [(step, row[name]) for step, row in rows if math.isfinite(row.get(name, math.nan))]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def read_history(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Step and metrics of each line; an incomplete last line is left out.
-
-    Raises:
-        OSError: the file cannot be read.
-        InputError: with the first line that a run could not have written, and the reason; or it
-            is no regular file.
-    """
+    """Step and metrics of each line; an incomplete last line is left out. OSError: the file cannot
+    be read. InputError: the first line that a run could not have written, and the reason; or it is
+    no regular file."""
     *lines, last = read_file(path, _LIMIT).split(b"\n")
     rows = []
     for number, line in enumerate([*lines, last], start=1):
@@ -147,3 +149,70 @@ def _row(line: bytes) -> tuple[int, dict[str, float]]:
 def _line(step: int, row: Metrics) -> str:
     values = {name: value if math.isfinite(value) else None for name, value in row.items()}
     return json.dumps({"step": step, **values}) + "\n"
+
+
+_SHOWN: tuple[tuple[str, str, Callable[[Sequence[float]], float] | None], ...] = (
+    ("mean reward", REWARD, max),
+    ("validation reward", VAL_REWARD, max),
+    ("KL to the reference, nats per response", KL, None),
+    ("response length, tokens", LENGTH, None),
+    ("largest log-probability difference of rollout and actor", MISMATCH, None),
+    ("tokens per second", THROUGHPUT, max),
+    ("seconds per step", STEP_TIME, min),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric over the whole run: the means over the first and the last tenth of its steps, and
+    the best value if it has one."""
+
+    label: str
+    first: float
+    last: float
+    best: float | None
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A timed phase of all steps together: its share of the time of all phases, and whether it is a
+    part of the phase before it that is none."""
+
+    name: str
+    seconds: float
+    share: float
+    is_part: bool
+
+
+def figures(rows: Rows) -> list[Figure]:
+    """The main metrics that a run has logged."""
+    found = []
+    for label, metric, best in _SHOWN:
+        _, values = series(rows, metric)
+        if values:
+            first, last = ends(values)
+            found.append(Figure(label, first, last, best(values) if best else None))
+    return found
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means over the first and the last tenth of some values, of at least one."""
+    tenth = max(len(values) // 10, 1)
+    return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+
+
+def phase_times(rows: Rows) -> list[PhaseTime]:
+    """The timed phases, the longest first, each followed by its parts."""
+    prefix = "timing_s/"
+    names = {name for _, row in rows for name in row if name.startswith(prefix)}
+    spent = {name.removeprefix(prefix): sum(series(rows, name)[1]) for name in names}
+    phases = {name: s for name, s in spent.items() if name not in NOT_PHASES}
+    total = sum(phases.values())
+    if not total:
+        return []
+    found = []
+    for name in sorted(phases, key=lambda name: -phases[name]):
+        found.append(PhaseTime(name, phases[name], phases[name] / total, False))
+        inner = [part for part in PARTS.get(name, ()) if part in spent]
+        found += [PhaseTime(part, spent[part], spent[part] / total, True) for part in inner]
+    return found

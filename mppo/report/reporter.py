@@ -17,28 +17,34 @@ from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.report.code_files import keep_code
 from mppo.report.console import SampleRow, StepConsole
-from mppo.report.events import FILE as EVENTS
-from mppo.report.events import EventKind, RunEvent, append_event
-from mppo.report.expert_load import plot_expert_load
 from mppo.report.files import (
     CALIBRATION,
+    EVENTS,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
     PAGE,
     PLOT,
     RECIPE,
+    REPORT,
     SAMPLES,
 )
 from mppo.report.history import History, Metrics, metric_name, read_history
 from mppo.report.html.page import write_page
 from mppo.report.html.timelines import recorded_steps
-from mppo.report.plot import plot_run
-from mppo.report.status import REPORT, RunState, Status, read_status, write_status
+from mppo.report.pictures import plot_calibration, plot_expert_load, plot_run
+from mppo.report.run_record import (
+    EventKind,
+    RunEvent,
+    RunState,
+    Status,
+    append_event,
+    read_status,
+    write_status,
+)
 from mppo.report.summary import run_report
-from mppo.report.trackers.start import check_trackers, open_trackers
+from mppo.report.trackers.services import check_trackers, open_trackers
 from mppo.report.trackers.tracker import TrackedRun, Tracker
-from mppo.report.value_calibration import plot_calibration
 from mppo.report.warning_rules import course, current_warnings
 from mppo.safety.disk import flush, naming, replace_bytes, replace_text
 from mppo.safety.foreign_text import json_line
@@ -52,10 +58,7 @@ class Reporter:
 
     Nothing is written before ``start``, so a run that does not start leaves an earlier run's report
     as it is. Secrets in the recipe are replaced. Only the main rank writes; on other ranks every
-    method does nothing.
-
-    Raises:
-        ConfigError: a tracker's package is not installed.
+    method does nothing. ConfigError: a tracker's package is not installed.
     """
 
     def __init__(
@@ -91,10 +94,7 @@ class Reporter:
 
         Metrics, samples and timelines of later steps in the folder belong to work that was lost,
         and are dropped; dumps of it are marked stale until the run has passed their steps.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            ValueError: a line of metrics.jsonl is not valid.
+        ConfigError: the folder cannot be written. ValueError: a line of metrics.jsonl is not valid.
         """
         if not self.is_main:
             return
@@ -195,23 +195,18 @@ class Reporter:
         if self._console:
             self._console.samples(step, rows)
 
-    def close(self, status: RunState | None = None) -> None:
+    def close(self) -> None:
         """Write plots and report, and close progress bar and trackers; idempotent, and nothing
-        without ``start``.
-
-        Args:
-            status: how the run ended. None: "failed" while an exception propagates, otherwise
-                "stopped early" before the last step or "finished".
-
-        Raises:
-            OSError: the report cannot be written. While another exception propagates, only a
-                line is printed.
-        """
+        without ``start``. The run has failed while an exception propagates, else it has stopped
+        early or finished. OSError: the report cannot be written; while another exception
+        propagates, only a line is printed."""
         if not self._started:
             return
         self._started = False
         failing = sys.exc_info()[0] is not None
-        status = status or self._status(failing)
+        status: RunState = "failed" if failing else "stopped early"
+        if not failing and self._last_step >= self.total_steps:
+            status = "finished"
         if self._console:
             self._console.stop()
         try:
@@ -222,7 +217,10 @@ class Reporter:
             self.line(f"the report cannot be written: {error}")
         else:
             self.line(f"{status}: {self.run_dir / PAGE}")
-            self._send_pictures()
+            drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
+            for tracker in self._trackers:
+                for path in filter(Path.is_file, drawn):
+                    tracker.picture(self._last_step, path)
         finally:
             for tracker in self._trackers:
                 tracker.close()
@@ -231,33 +229,16 @@ class Reporter:
         plot_run(self._history, self.run_dir / PLOT, self._name)
         plot_expert_load(self._history, self.run_dir / EXPERT_LOAD, self._name)
         plot_calibration(self._history, self.run_dir / CALIBRATION, self._name)
-        report = run_report(
-            self._name,
-            status,
-            time.monotonic() - self._began,
-            self._history,
-            self._samples,
-            self._recipe,
-        )
+        seconds, shown = time.monotonic() - self._began, (self._samples, self._recipe)
+        report = run_report(self._name, status, seconds, self._history, *shown)
         replace_text(self.run_dir / REPORT, report)
         self.event("end", self._last_step, status)
         write_status(self.run_dir, Status(status, self._last_step, self.total_steps))
         write_page(self.run_dir, self._history)
 
-    def _send_pictures(self) -> None:
-        drawn = [self.run_dir / name for name in (PLOT, EXPERT_LOAD, CALIBRATION)]
-        for tracker in self._trackers:
-            for path in filter(Path.is_file, drawn):
-                tracker.picture(self._last_step, path)
-
     @property
     def _last_step(self) -> int:
         return self._history.rows[-1][0] if self._history.rows else self._done
-
-    def _status(self, failing: bool) -> RunState:
-        if failing:
-            return "failed"
-        return "finished" if self._last_step >= self.total_steps else "stopped early"
 
 
 def _note_death(folder: Path) -> None:

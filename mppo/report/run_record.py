@@ -1,24 +1,116 @@
-"""What a run has written into its folder, read back."""
+"""What a run writes into its folder: its events, its status, and how they are read back."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import mppo
 from mppo.dumps.step_dump import StepDump, dumped_steps, read_header_of
-from mppo.report.events import RunEvent, read_events
-from mppo.report.files import METRICS, RECIPE, SAMPLES
+from mppo.report.files import EVENTS, METRICS, RECIPE, REPORT, SAMPLES, STATUS
 from mppo.report.history import read_history
-from mppo.report.status import FILE as STATUS
-from mppo.report.status import Status, read_status
+from mppo.safety.disk import naming, replace_text
+from mppo.safety.foreign_text import json_line
 from mppo.safety.input_error import InputError
-from mppo.safety.input_files import read_file
+from mppo.safety.input_files import read_file, read_text
 
-_LIMIT = 1 << 30
+EventKind = Literal["start", "end", "died", "warning", "engine", "code"]
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened in a run, at a ``time`` in UTC (ISO 8601): "start" of a process of
+    the run; its "end"; "died": it ended without one, which the next start finds; a "warning";
+    "engine": a lost server; or "code": a start found other code under a key of the recipe."""
+
+    kind: EventKind
+    step: int | None
+    text: str
+    time: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
+
+
+def append_event(folder: Path, event: RunEvent) -> None:
+    path = folder / EVENTS
+    line = json_line(asdict(event)).encode() + b"\n"
+    with naming(path), path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a process was killed while it wrote
+                line = b"\n" + line
+        file.write(line)
+
+
+def read_events(folder: Path) -> list[RunEvent]:
+    """The events in the order in which they happened; lines that are not events are ignored."""
+    found: list[RunEvent] = []
+    try:
+        text = read_file(folder / EVENTS).decode(errors="replace")
+    except (OSError, ValueError):
+        return []
+    for line in text.split("\n"):
+        try:
+            event = RunEvent(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            continue
+        texts = isinstance(event.text, str) and isinstance(event.time, str)
+        if texts and event.kind in get_args(EventKind) and type(event.step) in (int, type(None)):
+            found.append(event)
+    return found
+
+
+_STATUS_BYTES = 1 << 16
+"""Most bytes of a status."""
+RunState = Literal["running", "finished", "stopped early", "failed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run, still "running" if it was killed: PPO steps that were done when the file
+    was written, and the version of mppo that wrote it."""
+
+    status: RunState
+    step: int
+    total_steps: int
+    mppo: str = mppo.__version__
+
+
+def write_status(folder: Path, status: Status) -> None:
+    replace_text(folder / STATUS, f"{json.dumps(asdict(status))}\n")
+
+
+def read_status(folder: Path) -> Status | None:
+    """The status of the last run; None if there is no readable file."""
+    try:
+        found = Status(**json.loads(read_text(folder / STATUS, _STATUS_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    is_valid = type(found.step) is type(found.total_steps) is int
+    return found if is_valid and found.status in get_args(RunState) else None
+
+
+def finished_steps(folder: Path) -> int:
+    """Steps of a finished run in a folder; 0 if there is none. Folders of older versions have no
+    status.json; there the report is read."""
+    status = read_status(folder)
+    if status is not None:
+        return status.step if status.status == "finished" else 0
+    try:
+        found = re.search(r"^Finished after (\d+) steps", read_text(folder / REPORT), re.M)
+    except (OSError, ValueError):
+        return 0
+    return int(found[1]) if found else 0
+
+
+_SAMPLES_BYTES = 1 << 30
 """Most bytes of a run's samples."""
 
 
@@ -49,7 +141,8 @@ class RunRecord:
         path = self.folder / SAMPLES
         if not path.exists():
             return []
-        *lines, _ = read_file(path, _LIMIT).split(b"\n")  # the last one is incomplete or empty
+        # the last line is incomplete or empty
+        *lines, _ = read_file(path, _SAMPLES_BYTES).split(b"\n")
         try:
             return [json.loads(line) for line in lines]
         except ValueError as error:

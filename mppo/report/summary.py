@@ -10,10 +10,8 @@ from typing import Any
 
 from mppo.report import history
 from mppo.report.console import SAMPLE_COLUMNS, SampleRow, format_duration
-from mppo.report.expert_load import load_rows
-from mppo.report.figures import figures, phase_times
-from mppo.report.history import History
-from mppo.report.value_calibration import calibration_lines
+from mppo.report.history import History, figures, phase_times
+from mppo.report.pictures import calibration_lines, load_rows
 from mppo.report.warning_rules import warning_spans
 from mppo.safety.foreign_text import visible
 
@@ -40,8 +38,7 @@ def run_report(
         picture = "![values and returns](value_calibration.png)"
         lines += ["", "## Calibration of the critic", "", picture]
     for step, rows in samples.items():
-        cells = [row.cells() for row in rows]
-        lines += ["", f"## Samples at step {step}", "", *markdown_table(cells)]
+        lines += ["", f"## Samples at step {step}", "", markdown_table(rows)]
     lines += ["", "## Setting", "", *_setting(recipe)]
     return "\n".join(lines) + "\n"
 
@@ -78,10 +75,11 @@ def _phases(runs: History) -> list[str]:
     return lines
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of samples (``SAMPLE_COLUMNS``) as lines of Markdown; long texts are cut."""
-    heads = [f"| {' | '.join(SAMPLE_COLUMNS)} |", "|---" * len(SAMPLE_COLUMNS) + "|"]
-    return [*heads, *(f"| {' | '.join(map(_cell, cells))} |" for cells in rows)]
+def markdown_table(rows: Sequence[SampleRow]) -> str:
+    """A table of samples in Markdown; long texts are cut."""
+    lines = [f"| {' | '.join(SAMPLE_COLUMNS)} |", "|---" * len(SAMPLE_COLUMNS) + "|"]
+    lines += [f"| {' | '.join(map(_cell, row.cells()))} |" for row in rows]
+    return "\n".join(lines)
 
 
 def _cell(text: str) -> str:

@@ -58,32 +58,13 @@ class RunWarning:
         return f"{self.text}; try {self.advice}"
 
 
-@dataclass(frozen=True)
-class WarningRule:
-    """A rule with the name of its function, and what to try, or a function of the steps that
-    returns it."""
-
-    find: Finding
-    advice: str | Callable[[Rows], str]
-
-    @property
-    def name(self) -> str:
-        return self.find.__name__
-
-    def check(self, rows: Rows) -> RunWarning | None:
-        text = self.find(rows)
-        if text is None:
-            return None
-        advice = self.advice if isinstance(self.advice, str) else self.advice(rows)
-        return RunWarning(self.name, text, advice)
-
-
-RULES: list[WarningRule] = []
+RULES: dict[str, tuple[Finding, str | Callable[[Rows], str]]] = {}
+"""By name of its function: a rule, and what to try, or a function of the steps that returns it."""
 
 
 def _rule(advice: str | Callable[[Rows], str]) -> Callable[[Finding], Finding]:
     def register(find: Finding) -> Finding:
-        RULES.append(WarningRule(find, advice))
+        RULES[find.__name__] = find, advice
         return find
 
     return register
@@ -299,7 +280,11 @@ def current_warnings(rows: Rows) -> list[RunWarning]:
     """The warnings about the last steps of a run, given by its ``course``."""
     if len(rows) < WINDOW:
         return []
-    return [found for rule in RULES if (found := rule.check(rows)) is not None]
+    return [
+        RunWarning(name, text, advice if isinstance(advice, str) else advice(rows))
+        for name, (find, advice) in RULES.items()
+        if (text := find(rows)) is not None
+    ]
 
 
 def course(steps: Steps, end: int) -> Rows:

@@ -48,10 +48,7 @@ def score_divided(
     episodes: Sequence[Episode],
 ) -> list[ResponseScore]:
     """Score an even part of the responses on every rank and return all scores on every rank;
-    ScoringError if it failed on some rank.
-
-    Collective if there is a process group. Tokens of responses that their home does not score move.
-    """
+    ScoringError if it failed on some rank. Collective if there is a process group."""
     wanted: list[list[int]] = [[] for _ in range(group_size())]
     homes = [each.home for each in episodes]
     for number, rank in enumerate(scoring_ranks(homes, len(wanted))):
@@ -69,9 +66,7 @@ def score_divided(
 
 
 def exchange_scores(
-    mine: Mapping[int, ResponseScore],
-    episodes: Mapping[int, Episode],
-    failure: Exception | None,
+    mine: Mapping[int, ResponseScore], episodes: Mapping[int, Episode], failure: Exception | None
 ) -> dict[int, ResponseScore]:
     """Gather the scores of all ranks, or raise ScoringError on all if one has a ``failure``
     (``exchange_results``). Collective if there is a process group.

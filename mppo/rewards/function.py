@@ -13,7 +13,7 @@ from mppo.batch.prompt import Prompt
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import NoScore, RewardResult
 from mppo.rewards.scores import FailedScore, no_score
-from mppo.rewards.workers.named_code import KEY, checked_form, import_callable
+from mppo.rewards.workers.named_code import imported_form
 from mppo.rewards.workers.pool import Result, WorkerPool
 from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.user_function import (
@@ -29,16 +29,11 @@ from mppo.safety.python_file import describe_error
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Calls a function in separate processes of this rank, with one response or with several.
-
-    Args:
-        name: ``module:function`` or ``path.py:function``. The function returns for each response a
-            value that ``mppo.rewards.result`` reads.
-        memory_mb: limit of a process's address space in MiB.
-        workers: processes; the function's state in one of them is not known to the others.
-        batch_size: most responses in one call, if the form allows several; None: an equal part of
-            the responses for each process.
-    """
+    """Calls a function, ``module:function`` or ``path.py:function``, in ``workers`` processes of
+    this rank, with one response or with several. It returns for each response a value that
+    ``mppo.rewards.result`` reads. ``memory_mb`` limits a process's address space in MiB;
+    ``batch_size`` the responses in one call, if the form allows several (None: an equal part of the
+    responses for each process)."""
 
     name: str
     kwargs: Mapping[str, Any]
@@ -119,7 +114,7 @@ class CallableReward:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """A thread of its own: a notebook runs an event loop in the main one."""
+        # a notebook runs an event loop in the main thread
         return ThreadPoolExecutor(1, thread_name_prefix="reward")
 
 
@@ -146,7 +141,6 @@ def extra_info(prompt: Prompt) -> dict[str, Any]:
 
 
 def load_function(name: str, kwargs: Mapping[str, Any], **settings: Any) -> FunctionReward:
-    """Import the function of ``reward.function`` and check its signature before a worker starts;
-    ConfigError if it cannot be imported, or does not accept the arguments."""
-    function = import_callable(KEY, name, "function", "name a function of it")
-    return FunctionReward(name, kwargs, checked_form(name, function, kwargs), **settings)
+    """Check the function of ``reward.function`` before a worker starts; raises as
+    ``imported_form``."""
+    return FunctionReward(name, kwargs, imported_form(name, kwargs), **settings)

@@ -36,13 +36,8 @@ class NoScore(InputError):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a reward function returned for one response.
-
-    Args:
-        score: the outcome reward.
-        token_rewards: further rewards by token; empty: none.
-        answer: the text or number under ``pred``, the answer that the function found; None without.
-    """
+    """What a reward function returned for one response: the outcome reward, further numbers,
+    further rewards by token, and the answer that it found in the response (``pred``)."""
 
     score: float
     numbers: Mapping[str, float] = field(default_factory=dict)

@@ -14,10 +14,10 @@ from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import CODE_VERIFIER
 from mppo.rewards import verifiers
-from mppo.rewards.extraction import extract_answer
 from mppo.rewards.programs import parse_tests
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.scores import FailedScore, Unscored
+from mppo.rewards.verifiers import extract_answer
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
 from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask
@@ -40,12 +40,9 @@ ProgramVerifier = Callable[[str, str, Mapping[str, Any]], float | Unscored]
 class RuleReward:
     """Scores with the verifier of each prompt's data source, or with one verifier for all prompts.
 
-    Args:
-        sandbox: limits for programs, as arguments of ``mppo_sandbox.sandbox.Sandbox``.
-        timeout_s: time limit per response in seconds, for verifiers that run in worker processes.
-        memory_mb: limit of a worker's address space in MiB; None means ``MEMORY_MB``.
-        programs: scores the responses of the verifier ``code`` elsewhere; None: in the sandbox of
-            this machine.
+    Verifiers in worker processes have ``timeout_s`` seconds per response and ``memory_mb`` MiB of
+    address space (None: ``MEMORY_MB``). ``programs`` scores the responses of the verifier ``code``;
+    None: the sandbox of this machine, with these arguments of ``mppo_sandbox.sandbox.Sandbox``.
     """
 
     verifier: str | None = None
@@ -89,18 +86,15 @@ class RuleReward:
             return list(pool.map(self._try, responses))
 
     def _score_in_workers(self, name: str, responses: Sequence[Response]) -> list[RuleScore]:
-        failed: dict[int, RuleScore] = {}
+        scores: list[RuleScore | None] = [None] * len(responses)
         for index, response in enumerate(responses):
             try:
                 _check_row(name, response.prompt)
             except ValueError as error:
-                failed[index] = FailedScore(str(error))
-        scored = [each for index, each in enumerate(responses) if index not in failed]
-        found = iter(self._run(name, scored))
-        return [
-            failed[index] if index in failed else _worker_score(next(found))
-            for index in range(len(responses))
-        ]
+                scores[index] = FailedScore(str(error))
+        left = [each for each, score in zip(responses, scores) if score is None]
+        found = iter(self._run(name, left))
+        return [_worker_score(next(found)) if score is None else score for score in scores]
 
     def _try(self, response: Response) -> RuleScore:
         """Score a response; a verifier that cannot read its ground truth gives no score."""

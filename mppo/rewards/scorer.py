@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,33 +15,25 @@ from mppo.batch.episode import Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.config.schema import Recipe
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import CallableReward, load_function
-from mppo.rewards.remote.build import build_remote_reward
+from mppo.rewards.remote.reward import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, ModelScore, read_scores, without_score
-from mppo.rewards.shaping import clip_score, overlong_penalty
 from mppo.rewards.workers.named_code import checked_form
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Decodes responses, calls reward function and reward model, and shapes their weighted sum.
-
-    The shaping changes the outcome reward only, not the rewards of tokens.
-
-    Args:
-        reward_function: returns the raw scores of responses; None: only the model scores.
-        max_response_length: in tokens; the overlong penalty is full at this length.
-        model: scores responses with the reward model, collectively; None: there is none.
-        model_weight: factor of the model's score in the sum with ``reward.weight`` times the score
-            of the reward function.
-        cache: scores of the reward function by content; None: every response is scored.
-        has_agent: responses are conversations, of which an agent may have said the score.
-    """
+    """Decodes responses, calls reward function (None: only the model scores) and, collectively,
+    reward model, and shapes the sum of their scores, with the weights ``reward.weight`` and
+    ``model_weight``. The shaping changes the outcome reward only, not the rewards of tokens; the
+    overlong penalty is full at ``max_response_length`` tokens. With ``has_agent`` responses are
+    conversations, of which an agent may have said the score."""
 
     reward_function: RewardFunction | None
     tokenizer: PreTrainedTokenizerBase
@@ -163,7 +154,12 @@ class Scorer:
                 return scores
             read = self.reward_function.answer
             return [
-                replace(score, answer=read(each), right=_right(score))
+                # right is None where the verifier could not score the response
+                replace(
+                    score,
+                    answer=read(each),
+                    right=score.score == 1.0 if score.error is None else None,
+                )
                 for score, each in zip(scores, some, strict=True)
             ]
 
@@ -171,12 +167,17 @@ class Scorer:
         left = [each for each, score in zip(responses, known.values()) if score is None]
         found = iter(call(left) if self.cache is None else self.cache.score(call, left))
         scores = [next(found) if score is None else score for score in known.values()]
-        return [_with_numbers(*pair) for pair in zip(scores, responses)]
+        return [
+            replace(score, numbers={**score.numbers, **each.result.numbers})
+            if each.result is not None and each.result.numbers
+            else score
+            for score, each in zip(scores, responses)
+        ]
 
     def _shape(self, score: float, episode: Episode) -> float:
         reward = self.reward
-        if reward.clip is not None:
-            score = clip_score(score, reward.clip)
+        if reward.clip is not None:  # as DeepSpeed-Chat
+            score = min(max(score, -reward.clip), reward.clip)
         if episode.finish_reason != "stop":
             if reward.missing_eos_score is not None:
                 score = reward.missing_eos_score
@@ -212,17 +213,6 @@ def _without_function(result: EpisodeResult | None, reward: RewardConfig) -> Res
     return replace(score, numbers={**score.numbers, **result.numbers, **reported})
 
 
-def _with_numbers(score: ResponseScore, response: Response) -> ResponseScore:
-    if response.result is None or not response.result.numbers:
-        return score
-    return replace(score, numbers={**score.numbers, **response.result.numbers})
-
-
-def _right(score: ResponseScore) -> bool | None:
-    """Whether a verifier accepts a response; None: it could not score it."""
-    return None if score.error is not None else score.score == 1.0
-
-
 def build_scorer(
     reward: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -231,32 +221,34 @@ def build_scorer(
     has_agent: bool = False,
     given: Callable[..., Any] | None = None,
 ) -> Scorer:
-    """Build the scorer of a recipe.
-
-    Args:
-        max_response_length: ``data.max_response_length``; needed for the overlong penalty.
-        with_model: the recipe has a reward model, for the caller to add; without
-            ``reward.weight`` it is the only source of scores.
-        given: the function that ``reward.function`` names, of the program that started the run;
-            None: it is imported.
-
-    Raises:
-        ConfigError: an unknown verifier, an unusable function or URL, or wrong or missing keys.
-    """
-    if reward.overlong_buffer_len:
-        limit = max_response_length or 0
-        if reward.overlong_buffer_len > limit:
-            why = f"longer than data.max_response_length = {limit}"
-            issue = ConfigIssue(
-                "reward.overlong_buffer_len", reward.overlong_buffer_len, why, "lower it"
-            )
-            raise ConfigError([issue])
+    """Build the scorer of a recipe; ConfigError for an unknown verifier, an unusable function or
+    URL, or wrong or missing keys. ``with_model``: the caller adds a reward model, which without
+    ``reward.weight`` is the only source of scores. ``given`` is the function that
+    ``reward.function`` names, of the program that started the run; None: it is imported."""
+    buffer, limit = reward.overlong_buffer_len, max_response_length or 0
+    if buffer and buffer > limit:
+        why = f"longer than data.max_response_length = {limit}"
+        raise ConfigError([ConfigIssue("reward.overlong_buffer_len", buffer, why, "lower it")])
     alone = with_model and reward.weight is None
     function = None if alone else build_reward_function(reward, given)
     cache = ScoreCache() if reward.cache else None
     return Scorer(
         function, tokenizer, reward, max_response_length, cache=cache, has_agent=has_agent
     )
+
+
+def build_run_scorer(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    has_agent: bool,
+    given: Callable[..., Any] | None = None,
+) -> Scorer:
+    """``build_scorer`` of a recipe, which can score these prompts (``Scorer.check``)."""
+    limit, with_model = recipe.data.max_response_length, recipe.reward_model.in_use
+    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent, given)
+    scorer.check(prompts)
+    return scorer
 
 
 def build_reward_function(
@@ -269,19 +261,12 @@ def build_reward_function(
         why = f"reward.name={reward.name} needs it"
         forms = {"function": "module:function or path.py:function", "url": "http://host:port/path"}
         raise ConfigError([ConfigIssue(f"reward.{needed}", None, why, f"set it: {forms[needed]}")])
+    limits: dict[str, Any] = {"timeout_s": reward.timeout_s, "memory_mb": reward.memory_mb}
     if reward.name == "rule" and reward.server_format:
-        return RuleReward(
-            reward.verifier,
-            timeout_s=reward.timeout_s,
-            memory_mb=reward.memory_mb,
-            programs=build_remote_reward(reward),
-        )
+        return RuleReward(reward.verifier, programs=build_remote_reward(reward), **limits)
     if reward.name == "rule":
-        keys = ("partial_credit", "sandbox")
-        make = partial(
-            RuleReward, reward.verifier, timeout_s=reward.timeout_s, memory_mb=reward.memory_mb
-        )
-        return _with_kwargs(make, reward.kwargs, keys)
+        _check_keys(reward.kwargs, ("partial_credit", "sandbox"))
+        return RuleReward(reward.verifier, **reward.kwargs, **limits)
     if given is not None:
         name, kwargs = str(reward.function), reward.kwargs
         form = checked_form(name, given, kwargs)
@@ -290,17 +275,14 @@ def build_reward_function(
         return load_function(
             str(reward.function),
             reward.kwargs,
-            timeout_s=reward.timeout_s,
-            memory_mb=reward.memory_mb,
             workers=reward.processes,
             batch_size=reward.batch_size,
+            **limits,
         )
     return build_remote_reward(reward)
 
 
-def _with_kwargs(
-    make: Callable[..., RewardFunction], kwargs: dict[str, Any], known: Sequence[str]
-) -> RewardFunction:
+def _check_keys(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
     issues = []
     for key in kwargs.keys() - set(known):
         guess = nearest(key, known)
@@ -308,4 +290,13 @@ def _with_kwargs(
         issues.append(ConfigIssue(f"reward.kwargs.{key}", kwargs[key], "no such parameter", fix))
     if issues:
         raise ConfigError(issues)
-    return make(**kwargs)
+
+
+def overlong_penalty(response_length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Penalise a response that reaches into the last ``buffer`` tokens before the length limit.
+
+    0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at ``max_length``
+    (Soft Overlong Punishment, DAPO, https://arxiv.org/abs/2503.14476, eq. 13).
+    """
+    excess = response_length - (max_length - buffer)
+    return -factor * min(max(excess / buffer, 0.0), 1.0)

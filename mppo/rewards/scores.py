@@ -43,12 +43,9 @@ keys."""
 
 @dataclass(frozen=True)
 class Unscored:
-    """Replaces the result for a response that prevented its verifier from scoring: it scores 0.
-    ``reason`` is a key of ``UNSCORED``.
-
-    ``reward.on_error`` does not apply, because the answer, and not the verifier, is at fault: a
-    policy must neither end its run nor earn another score by it.
-    """
+    """Replaces the result for a response that prevented its verifier from scoring: it scores 0, for
+    a ``reason`` of ``UNSCORED``. ``reward.on_error`` does not apply: the answer is at fault, and a
+    policy must neither end its run nor earn another score by it."""
 
     reason: str
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from mppo import register
 from mppo.config.errors import ConfigError, ConfigIssue, nearest
-from mppo.rewards.latex_text import boxed_as_text, same_latex
+from mppo.rewards.latex_text import boxed_as_text, same_latex, spelled_latex
+from mppo.rewards.result import ANSWER_CHARACTERS
 from mppo.safety.input_error import InputError
 
 Verifier = Callable[[str, str, Mapping[str, Any]], float]
@@ -78,14 +79,16 @@ def gsm8k_answer(response: str) -> str | None:
 
 def gsm8k_flexible(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the last number in the response equals the ground truth by value."""
-    found = NUMBER.findall(response)
-    return _same_number(found[-1] if found else "", ground_truth)
+    value = parse_number(ground_truth.rpartition("####")[2])
+    if value is None:
+        raise InputError(f"the ground truth {ground_truth!r} is not a number")
+    return float(parse_number(_last(NUMBER, response)) == value)
 
 
 def choice(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
     """1 if the last option letter, A to J, alone or in parentheses, is the ground truth."""
-    found = CHOICE.findall(response)
-    return float(bool(found) and found[-1] == ground_truth.strip().strip("()").upper())
+    given = _last(CHOICE, response)
+    return float(given != "" and given == ground_truth.strip().strip("()").upper())
 
 
 def math(response: str, ground_truth: str, extra: Mapping[str, Any]) -> float:
@@ -261,11 +264,9 @@ def last_tagged(text: str) -> str | None:
     return found
 
 
-def _same_number(given: str, ground_truth: str) -> float:
-    value = parse_number(ground_truth.rpartition("####")[2])
-    if value is None:
-        raise InputError(f"the ground truth {ground_truth!r} is not a number")
-    return float(parse_number(given) == value)
+def _last(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.findall(text)
+    return found[-1] if found else ""
 
 
 def parse_number(text: str) -> tuple[bool, str, str] | None:
@@ -288,3 +289,37 @@ def parse_number(text: str) -> tuple[bool, str, str] | None:
 def without_spaces(text: str) -> str:
     """A text in lower case, without white space and a closing full stop."""
     return "".join(text.lower().split()).removesuffix(".")
+
+
+def extract_answer(verifier: str, response: str) -> str | None:
+    """The answer that a verifier reads in a response, in one spelling for equal answers.
+
+    At most ``ANSWER_CHARACTERS`` characters; empty if the response has no answer; None for a
+    verifier that reads none, such as ``code``. Answers of ``math_flexible`` are equal if their
+    texts are, apart from spaces and the spelling of numbers: the package that compares them as
+    formulas compares only pairs.
+    """
+    if verifier not in _EXTRACT:
+        return None
+    return _EXTRACT[verifier](response)[:ANSWER_CHARACTERS]
+
+
+def _spelled(text: str) -> str:
+    """A number in one spelling; other text without white space at its ends."""
+    number = parse_number(text)
+    if number is None:
+        return text.strip()
+    negative, integer, fraction = number
+    return f"{'-' * negative}{integer or '0'}{'.' * bool(fraction)}{fraction}"
+
+
+_EXTRACT: dict[str, Callable[[str], str]] = {
+    "exact": str.strip,
+    "final_answer": lambda response: without_spaces(extract_final(response)),
+    "gsm8k": lambda response: gsm8k_answer(response) or "",
+    "gsm8k_flexible": lambda response: _spelled(_last(NUMBER, response)),
+    "choice": lambda response: _last(CHOICE, response),
+    "math": lambda response: spelled_latex(boxed_as_text(response) or ""),
+    "math_flexible": lambda response: _spelled(without_spaces(extract_final(response).strip("$ "))),
+    "reasoning_gym": extract_final,
+}

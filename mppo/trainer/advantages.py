@@ -34,12 +34,7 @@ from mppo.algos.masked import (
     sequence_moments,
     sequence_sum,
 )
-from mppo.algos.reward_normalization import (
-    RewardStats,
-    ScoreScale,
-    batch_scale,
-    group_scale,
-)
+from mppo.algos.reward_normalization import RewardStats, ScoreScale, batch_scale, group_scale
 from mppo.algos.rollout_correction import (
     icepop,
     importance_weights,
@@ -127,15 +122,10 @@ def estimate(
     baseline_scores_B: Tensor | None = None,
 ) -> Experience:
     """Compute rewards, advantages, returns and loss weights of the sequences held. Collective.
-
-    Args:
-        kl_coef: the controller's current coefficient of the KL in the reward.
-        baseline_scores_B: float32 ``[B]``, the score of a greedy response to the same prompt, on
-            the scale of the batch's scores; ``remax`` raises InputError without it.
-
-    Returns:
-        Experience. With ``bypass_mode`` its old log-probabilities are the engine's.
-    """
+    ``kl_coef`` is the controller's current coefficient of the KL in the reward;
+    ``baseline_scores_B``, float32 ``[B]``, the score of a greedy response to the same prompt, on
+    the scale of the batch's scores (InputError: ``remax`` without it). With ``bypass_mode`` the old
+    log-probabilities of the experience are the engine's."""
     batch = outputs.batch
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     penalty_T = torch.zeros_like(mask_T)
@@ -188,21 +178,11 @@ def _rewards_of_earlier(batch: Batch, token_rewards_T: Tensor) -> Tensor:
 
 
 def _whitened(advantages_T: Tensor, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    mask_T, cu_seqlens, unbiased = (
-        batch.response_mask_T,
-        batch.cu_seqlens,
-        algorithm.whiten_unbiased,
-    )
-    gather = gather_of(batch)
+    mask_T, unbiased = batch.response_mask_T, algorithm.whiten_unbiased
     if algorithm.whiten_over == "group":
+        cu_seqlens, group_B, gather = batch.cu_seqlens, batch.group_B, gather_of(batch)
         return masked_whiten_by_group(
-            advantages_T,
-            mask_T,
-            cu_seqlens,
-            batch.group_B,
-            unbiased,
-            gather=gather,
-            held_H=batch.held_H,
+            advantages_T, mask_T, cu_seqlens, group_B, unbiased, gather=gather, held_H=batch.held_H
         )
     moments = _moments(advantages_T, mask_T, batch)
     return masked_whiten(advantages_T, mask_T, unbiased=unbiased, moments=moments)

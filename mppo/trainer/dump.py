@@ -213,7 +213,16 @@ def read_episodes(folder: Path, header: StepDump) -> list[Episode]:
                 batch.rollout_logprobs_T[start:end],
                 _experts(batch.routed_experts_T[first:end]),
             )
-        score = _score(row, rewards)
+        score = ResponseScore(
+            row.score,
+            row.numbers,
+            row.error,
+            row.unscored,
+            token_total=row.token_total,
+            token_rewards=rewards,
+            answer=row.answer,
+            right=row.right,
+        )
         sequences.append(Episode(prompt, parts, row.finish_reason, home, routed, own, score=score))
     return _joined(sequences, header.rows)
 
@@ -226,19 +235,6 @@ def _joined(sequences: Sequence[Episode], rows: Sequence[SequenceRow]) -> list[E
         replace(last, earlier=tuple(replace(each, score=None) for each in earlier))
         for *earlier, last in found.values()
     ]
-
-
-def _score(row: SequenceRow, token_rewards: Sequence[float]) -> ResponseScore:
-    return ResponseScore(
-        row.score,
-        row.numbers,
-        row.error,
-        row.unscored,
-        token_total=row.token_total,
-        token_rewards=token_rewards,
-        answer=row.answer,
-        right=row.right,
-    )
 
 
 def _experts(experts_T: Tensor) -> Tensor | None:

@@ -32,10 +32,12 @@ from mppo.trainer.forward_phase import ForwardPhase
 from mppo.trainer.generation.stage import (
     DynamicSampling,
     Rollout,
+    go_on,
+    pause,
+    resume,
     roll_out,
     show_errors,
 )
-from mppo.trainer.generation.supply import go_on, pause, resume
 from mppo.trainer.metrics import (
     balance_metrics,
     batch_metrics,
@@ -44,14 +46,18 @@ from mppo.trainer.metrics import (
     rank_metrics,
     staleness_metrics,
 )
-from mppo.trainer.replay_case import MODELS, ReplayCase, keep_case
 from mppo.trainer.run import Run
 from mppo.trainer.run_folder import PROFILE
 from mppo.trainer.selection import resample_experience
+from mppo.trainer.update.case_replay import MODELS, ReplayCase, keep_case
 from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
 from mppo.trainer.validation.metrics import validation_metrics
-from mppo.trainer.validation.samples import show_samples
-from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
+from mppo.trainer.validation.stage import (
+    generate_validation,
+    sample_lines,
+    show_samples,
+    write_lines,
+)
 
 
 def train(run: Run) -> None:

@@ -26,16 +26,25 @@ from mppo.batch.outputs import Experience, Outputs
 from mppo.config.schema import Recipe
 from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
-from mppo.parallel.collectives import all_gather_objects
+from mppo.parallel.collectives import all_gather_objects, group_size
+from mppo.parallel.exchange import sum_over_ranks
 from mppo.parallel.partition import partition
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
-from mppo.trainer.critic.ages import BY_AGE, moments_by_age
-from mppo.trainer.critic.calibration import calibration_metrics
 from mppo.trainer.selection import informative_sequences
 
+GROUPS = 10
+CELLS = 1000
+"""Equal cells of the range of values, in which tokens are counted before they are grouped."""
+VALUE, RETURN, ERROR = (
+    "critic/calibration/value/", "critic/calibration/return/", "critic/calibration/error",
+)  # fmt: skip
+"""Metrics: mean value and mean return of each group (``value/0`` is of the lowest values), and the
+mean over tokens of the distance between the two."""
+BY_AGE = "critic/vf_explained_var_by_age/"
+"""Prefix of the metrics; an age in updates follows."""
 _ROUNDING = 1e-5
 """Share of the largest return or error within which returns count as equal."""
 _ALL_RANKS, _HIGHEST = 32, 8
@@ -114,7 +123,10 @@ def experience_metrics(experience: Experience, gae_unit: str = "token") -> dict[
     for name, values in per_sequence.items():
         metrics |= _mean_max_min(name, values)
     for name in ("advantages", "returns", "values"):
-        metrics |= _moment_metrics(f"critic/{name}", moments[name])
+        each = moments[name]
+        largest, smallest = (each.max, each.min) if each.count else (0.0, 0.0)
+        metrics |= {f"critic/{name}/mean": each.mean}
+        metrics |= {f"critic/{name}/max": largest, f"critic/{name}/min": smallest}
     metrics |= _explained(table["errors"], table["returns"], episodes)
     present_B = length_B > 0
     metrics["response_length/clip_ratio"] = _mean(batch.truncated_B)
@@ -193,11 +205,6 @@ def explained_variance(errors: Moments, returns: Moments) -> float | None:
     return 1.0 - errors.var() / (returns.var() + 1e-5)
 
 
-def _moment_metrics(name: str, moments: Moments) -> dict[str, float]:
-    largest, smallest = (moments.max, moments.min) if moments.count else (0.0, 0.0)
-    return {f"{name}/mean": moments.mean, f"{name}/max": largest, f"{name}/min": smallest}
-
-
 def _mean(x: Tensor) -> float:
     return x.double().mean().item() if len(x) else 0.0
 
@@ -206,33 +213,66 @@ def _mean_max_min(name: str, x: Tensor) -> dict[str, float]:
     """``name/mean``, ``name/max``, ``name/min``; zeros for an empty tensor."""
     if len(x) == 0:
         x = torch.zeros(1)
-    return {
-        f"{name}/mean": _mean(x),
-        f"{name}/max": x.max().item(),
-        f"{name}/min": x.min().item(),
-    }
+    ends = {f"{name}/max": x.max().item(), f"{name}/min": x.min().item()}
+    return {f"{name}/mean": _mean(x), **ends}
 
 
 def calibration(experience: Experience, gae_unit: str) -> dict[str, float]:
-    """``critic/calibration/*`` of the states that have a value. Collective."""
+    """``critic/calibration/*``: mean value and mean return of each tenth of the tokens that have a
+    value, in order of their values. Collective. Equal values are in one group, so that groups may
+    be empty: those have no metrics."""
     old, batch = experience.old, experience.old.batch
     states_T = value_states(batch, gae_unit) * batch.response_mask_T
     moments_H = sequence_moments(old.values_T, states_T, batch.cu_seqlens)
     of_values = merged_moments(gather_of(batch).sequences(moments_H))
-    return calibration_metrics(old.values_T, experience.returns_T, states_T, batch, of_values)
+    if not of_values.count:
+        return {}
+    inside_T = states_T > 0
+    values_N = old.values_T[inside_T].double()
+    returns_N = experience.returns_T[inside_T].double()
+    width = max(of_values.max - of_values.min, torch.finfo(torch.float32).tiny) / CELLS
+    cell_N = ((values_N - of_values.min) / width).long().clamp(0, CELLS - 1)
+    sums = torch.zeros(3, CELLS, dtype=torch.float64)
+    for row, x_N in zip(sums, (torch.ones_like(values_N), values_N, returns_N)):
+        row.index_add_(0, cell_N, x_N)
+    if not batch.is_replicated and group_size() > 1:
+        sum_over_ranks(sums)
+    count = sums[0]
+    middle = (count.cumsum(0) - count / 2) / count.sum()
+    group = (GROUPS * middle).long().clamp(max=GROUPS - 1)
+    grouped = torch.zeros(3, GROUPS, dtype=torch.float64).index_add_(1, group, sums)
+    metrics: dict[str, float] = {}
+    error = 0.0
+    for number, (tokens, value, target) in enumerate(grouped.T.tolist()):
+        if tokens:
+            metrics[f"{VALUE}{number}"] = value / tokens
+            metrics[f"{RETURN}{number}"] = target / tokens
+            error += abs(target - value)
+    return metrics | {ERROR: error / count.sum().item()}
 
 
 def explained_by_age(experience: Experience, step: int, recipe: Recipe) -> dict[str, float]:
-    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old. Collective. Only
-    of a batch with tokens of several ages, and absent for an age whose returns are all equal."""
-    if not recipe.algorithm.uses_critic:
+    """``critic/vf_explained_var_by_age/K``: of the tokens that were K updates old; weights of
+    version ``step - 1`` are of age 0. Collective. Only of a batch with tokens of several ages, and
+    absent for an age whose returns are all equal."""
+    ages = range(recipe.rollout.max_staleness + 1)
+    if not recipe.algorithm.uses_critic or len(ages) == 1:
         return {}
-    old, returns_T, bound = experience.old, experience.returns_T, recipe.rollout.max_staleness
-    states_T = value_states(old.batch, recipe.algorithm.gae_unit) * old.batch.response_mask_T
-    errors_T = returns_T - old.values_T
-    moments = moments_by_age(errors_T, returns_T, states_T, old.batch, step, bound)
-    explained = {age: explained_variance(*each) for age, each in moments.items()}
-    return {f"{BY_AGE}{age}": share for age, share in explained.items() if share is not None}
+    old, returns_T, batch = experience.old, experience.returns_T, experience.old.batch
+    states_T = value_states(batch, recipe.algorithm.gae_unit) * batch.response_mask_T
+    tokens, table = {"errors": returns_T - old.values_T, "returns": returns_T}, {}
+    for age in ages:
+        of_age_T = states_T * (batch.weight_version_T == step - 1 - age)
+        for name, x_T in tokens.items():
+            table[f"{name} {age}"] = sequence_moments(x_T, of_age_T, batch.cu_seqlens)
+    rows = {name: merged_moments(x) for name, x in gather_table(gather_of(batch), table).items()}
+    present = [age for age in ages if rows[f"returns {age}"].count]
+    metrics = {}
+    for age in present if len(present) > 1 else ():
+        share = explained_variance(rows[f"errors {age}"], rows[f"returns {age}"])
+        if share is not None:
+            metrics[f"{BY_AGE}{age}"] = share
+    return metrics
 
 
 def mismatch_metrics(outputs: Outputs, step: int) -> dict[str, float]:
@@ -382,10 +422,7 @@ def mean_numbers(episodes: Sequence[Episode]) -> dict[tuple[str, str], float]:
     return {key: sum(found) / len(found) for key, found in numbers.items()}
 
 
-def reward_metrics(
-    episodes: Sequence[Episode],
-    greedy: Sequence[Episode],
-) -> dict[str, float]:
+def reward_metrics(episodes: Sequence[Episode], greedy: Sequence[Episode]) -> dict[str, float]:
     """``reward/<source>/<name>/mean`` of the numbers that accompany scores, ``reward/errors``, and
     counts such as ``reward/timeouts`` of responses, also greedy ones, that were not scored."""
     numbers = mean_numbers(episodes)

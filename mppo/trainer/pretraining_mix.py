@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,12 +43,6 @@ class PretrainingMix:
     def __init__(self, documents: PromptLoader, coef: float) -> None:
         self.documents = documents
         self.coef = coef
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.documents.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.documents.load_state_dict(state)
 
     def draw(self, spec: MicroBatchSpec) -> Documents:
         """The next documents, cut as the actor's sequences are."""

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 from mppo.models.role import Role
-from mppo.planning.residency import (
-    GENERATION,
-    REWARD,
-    WEIGHT_SYNC,
-    Part,
-    Place,
-    Residency,
-)
+from mppo.planning.residency import GENERATION, REWARD, WEIGHT_SYNC, Part, Place, Residency
 from mppo.supervision.phase import phase
-
-
-class MovablePart(Protocol):
-    """A part of a role that can leave the device."""
-
-    def leave(self) -> None:
-        """Start to leave the device; no effect if the part has left."""
-        ...
-
-    def arrive(self) -> None:
-        """Start to come back; no effect if the part is on the device."""
-        ...
 
 
 class RolePlacement:
@@ -110,7 +91,7 @@ class RolePlacement:
 
     def _place(self, places: Mapping[str, Mapping[Part, Place]]) -> None:
         reads_only = self.phase.startswith((GENERATION, REWARD, "forward", WEIGHT_SYNC))
-        coming: list[MovablePart] = []
+        coming = []
         for name, by_part in places.items():
             for part, place in by_part.items():
                 movable = _movable(self._roles[name], part)
@@ -129,7 +110,8 @@ class RolePlacement:
                 role.optimizer.state.changed |= not reads_only
 
 
-def _movable(role: Role, part: Part) -> MovablePart:
+def _movable(role: Role, part: Part):
+    """What can start to ``leave`` the device and to ``arrive`` there; no effect if it has."""
     if part == "parameters":
         return role.weights.storages
     assert role.optimizer is not None, f"{role.name} is frozen"

@@ -19,12 +19,12 @@ from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
-from mppo.rewards.reward_model.scale import RewardModelScale
+from mppo.rewards.reward_model.scorer import RewardModelScale
 from mppo.supervision.phase import phase
-from mppo.trainer.critic.gate import value_gate
 from mppo.trainer.pretraining_mix import PretrainingMix
 from mppo.trainer.residency import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
+from mppo.trainer.value_gate import value_gate
 
 
 def trained_models(recipe: Recipe, folder: Path, load_config) -> dict[str, dict[str, Any]]:
@@ -61,16 +61,11 @@ def build_role(
 class Roles:
     """Actor, and critic, reference and reward model where the recipe uses them.
 
-    Args:
-        folder: Hugging Face folder or checkpoint with the actor's initial weights; also those of
-            critic and reference unless the recipe names others.
-        text: documents for the pretraining mix.
-        table: who is where in which phase; None: as planned for this machine.
-
-    Attributes:
-        slot_balance: chooses the token budgets of the trained roles; None: the recipe has numbers.
-        gate: of a value pretraining; None: the run is none.
-        seconds: duration of each role's last forward pass and update.
+    ``folder``, a Hugging Face folder or checkpoint, has the initial weights of the actor, and of
+    critic and reference unless the recipe names others; ``table`` says who is where in which phase
+    (None: as planned for this machine). ``slot_balance`` chooses the token budgets of the trained
+    roles, unless the recipe has numbers; ``gate`` is that of a value pretraining; ``seconds`` are
+    durations of each role's last forward pass and update.
     """
 
     def __init__(
@@ -128,25 +123,29 @@ class Roles:
         """The role that is exported: the actor, in value pretraining the critic."""
         return self.trained[self.recipe.exported_role]
 
+    def _parts(self) -> dict[str, Any]:
+        """What has a state of its own; None: the recipe has no such part."""
+        return {
+            "text": None if self.text is None else self.text.documents,
+            "reward_scale": self.reward_scale,
+            "slot_balance": self.slot_balance,
+            "gate": self.gate,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
-            "text": None if self.text is None else self.text.state_dict(),
-            "reward_scale": None if self.reward_scale is None else self.reward_scale.state_dict(),
-            "slot_balance": None if self.slot_balance is None else self.slot_balance.state_dict(),
-            "gate": None if self.gate is None else self.gate.state_dict(),
+            **{
+                name: None if part is None else part.state_dict()
+                for name, part in self._parts().items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.text is not None and state.get("text"):
-            self.text.load_state_dict(state["text"])
-        if self.slot_balance is not None and state.get("slot_balance"):
-            self.slot_balance.load_state_dict(state["slot_balance"])
-        if self.gate is not None and state.get("gate"):
-            self.gate.load_state_dict(state["gate"])
-        if self.reward_scale is not None:
-            self.reward_scale.load_state_dict(state.get("reward_scale"))
+        for name, part in self._parts().items():
+            if part is not None and state.get(name):
+                part.load_state_dict(state[name])
         self.skipped_steps = int(state["skipped_steps"])
         in_a_row = state.get("skipped_in_a_row", {})
         self.skipped_in_a_row = {name: int(count) for name, count in in_a_row.items()}

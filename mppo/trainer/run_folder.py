@@ -36,23 +36,24 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.stale import step_folders
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
-from mppo.report.events import FILE as EVENTS
 from mppo.report.files import (
     CALIBRATION,
     CODE,
+    EVENTS,
     EXPERT_LOAD,
     METRICS,
     NONFINITE,
     PAGE,
     PLOT,
     RECIPE,
+    REPORT,
     SAMPLES,
+    STATUS,
     TIMELINES,
-)  # fmt: skip
+    TRACKER_IDS,
+)
 from mppo.report.history import check_history
-from mppo.report.status import FILE as STATUS
-from mppo.report.status import REPORT, finished_steps, read_status
-from mppo.report.trackers.tracker import IDS as TRACKER_IDS
+from mppo.report.run_record import finished_steps, read_status
 from mppo.safety.disk import MARKER, Damaged, Files, free_name, read_marker, set_aside
 from mppo.safety.redact import redact
 from mppo.supervision.first_rank import on_first_rank
@@ -157,15 +158,9 @@ def decide(
 
 
 class RunFolder:
-    """The run folder at this start. Construct collectively; ``begin`` makes the first change.
-
-    Attributes:
-        found: the checkpoint to resume from; None without one.
-        finished: whether nothing is left to do.
-
-    Raises:
-        ConfigError: the run cannot start in this folder.
-    """
+    """The run folder at this start, with the checkpoint that was ``found`` to resume from;
+    ``finished``: nothing is left to do. Construct collectively (ConfigError: the run cannot start
+    in this folder); ``begin`` makes the first change."""
 
     def __init__(
         self,
@@ -228,8 +223,10 @@ class RunFolder:
             if moved:
                 more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
                 self._say(f"set aside in {aside}: {', '.join(moved[:_NAMED])}{more}")
-            if self._kind == "new" and read_status(self.path) is None:
-                self._keep_foreign()
+            if self._kind == "new" and read_status(self.path) is None:  # files of others
+                for name in (*_PAGES, STATUS, RECIPE):
+                    if (self.path / name).exists():
+                        self._say(f"kept {set_aside(self.path / name)}")
             for partial in (self.path / CHECKPOINTS).glob(".global_step_*.partial"):
                 shutil.rmtree(partial, ignore_errors=True)  # remains of interrupted saves
         except OSError as error:
@@ -256,11 +253,6 @@ class RunFolder:
             moved += [f"{ROLLOUTS}/{path.name}" for number, path in sorted(dumps) if number > step]
         pages = (*_NUMBERS, *_PAGES, RECIPE)
         return moved, [name for name in pages if moved and (self.path / name).exists()]
-
-    def _keep_foreign(self) -> None:
-        for name in (*_PAGES, STATUS, RECIPE):
-            if (self.path / name).exists():
-                self._say(f"kept {set_aside(self.path / name)}")
 
     def _say_finished(self, models: Mapping[str, Mapping[str, Any]], changed: list[str]) -> None:
         """Report that the run has finished; ConfigError if it was of another model."""
@@ -339,10 +331,10 @@ def _is_below(path: Path, folder: Path) -> bool:
 def _changes(earlier: Earlier, now: dict[str, Any]) -> list[str]:
     if earlier.recipe is None:
         return [f"{RECIPE} is missing or cannot be read"]
-    changed = [line.partition(":") for line in changed_keys(earlier.recipe, now)]
-    return ["".join(line) for line in changed if _shapes_training(line[0])]
-
-
-def _shapes_training(key: str) -> bool:
-    section, _, name = key.partition(".")
-    return key != "rollout.urls" and (section != "trainer" or name in _TRAINING)
+    changed = []
+    for line in changed_keys(earlier.recipe, now):
+        key = line.partition(":")[0]
+        section, _, name = key.partition(".")
+        if key != "rollout.urls" and (section != "trainer" or name in _TRAINING):
+            changed.append(line)
+    return changed

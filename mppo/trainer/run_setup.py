@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.build import build_agent, with_agent
 from mppo.agents.program import Program
 from mppo.algos.reward_normalization import RewardStats
-from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.config.gpu_types import GIB
 from mppo.config.schema import Recipe
@@ -32,9 +31,8 @@ from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.report.reporter import Reporter
-from mppo.rewards.reward_model.scorer import with_reward_model
-from mppo.rewards.reward_model.texts import reward_model_texts
-from mppo.rewards.scorer import Scorer, build_scorer
+from mppo.rewards.reward_model.scorer import reward_model_texts, with_reward_model
+from mppo.rewards.scorer import build_run_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import RolloutEngine
 from mppo.safety.redact import redact
@@ -57,12 +55,8 @@ def build_run(
     recipe: Recipe, info: LaunchInfo, stop: StopRequest, parts: UserParts = NO_PARTS
 ) -> Run | None:
     """Build prompts, models, engine, scorer, reporter and checkpoints of a run; None if it has
-    finished already. Collective.
-
-    Raises:
-        StepInterrupted: a stop was requested.
-        ConfigError: the run cannot start in its folder.
-    """
+    finished already. Collective. StepInterrupted: a stop was requested. ConfigError: the run cannot
+    start in its folder."""
     stop_request.expect(math.inf)
     trainer, is_main = recipe.trainer, info.rank == 0
     folder = resolve_model(recipe.model.path, seed=trainer.seed)
@@ -73,9 +67,12 @@ def build_run(
     configs = {role.name: read_config(role.path) for role in recipe.roles()}
     everything = [*training.prompts, *validation.prompts]
     check_token_ids(recipe, everything, configs)
-    scorer = _build_scorer(recipe, tokenizer, everything, parts)
+    has_agent = recipe.rollout.agent is not None
+    scorer = build_run_scorer(recipe, tokenizer, everything, has_agent, parts.reward)
     agent = build_agent(recipe, parts.agent)
-    total_steps = trainer.total_training_steps or trainer.total_epochs * _steps(recipe, prompts)
+    replay = trainer.replay
+    per_epoch = prompts.steps_per_epoch if replay is None else len(replay_folders(replay))
+    total_steps = trainer.total_training_steps or trainer.total_epochs * per_epoch
     plain, run_dir = recipe.model_dump(mode="json"), trainer.run_dir
     reporter = Reporter(run_dir, trainer, plain, total_steps, is_main)
     announce = partial(_announce, reporter, trainer.logger)
@@ -87,7 +84,7 @@ def build_run(
         check_model_folders(recipe)
     texts = reward_model_texts(recipe, tokenizer, configs.get("reward_model"))
     _report_plans(reporter, recipe, plan_roles(recipe, info.world_size, configs), total_steps)
-    _report_prompts(reporter, trainer.replay, training, validation)
+    _report_prompts(reporter, replay, training, validation)
     registry = GroupRegistry(trainer.seed)
     with_budgets = with_token_budgets(recipe, info.world_size, configs)
     beside = (tokenizer, registry, reporter, run_folder)
@@ -121,27 +118,6 @@ def build_run(
         total_steps=total_steps,
         callbacks=parts.callbacks,
     )
-
-
-def _steps(recipe: Recipe, prompts: PromptLoader) -> int:
-    replay = recipe.trainer.replay
-    return prompts.steps_per_epoch if replay is None else len(replay_folders(replay))
-
-
-def _build_scorer(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    parts: UserParts,
-) -> Scorer:
-    with_model = recipe.reward_model.in_use
-    limit = recipe.data.max_response_length
-    has_agent = recipe.rollout.agent is not None
-    scorer = build_scorer(
-        recipe.reward, tokenizer, limit, with_model, has_agent, given=parts.reward
-    )
-    scorer.check(prompts)
-    return scorer
 
 
 def _build_engine(
@@ -200,11 +176,7 @@ def _load_prompts(
         validation = load_prompts(data, tokenizer, "val", recipe.rollout.tool_schemas)
     if recipe.trainer.replay is None:  # a replay takes the prompts of its dumps
         check_batch_size(training, data.train_batch_size)
-    return (
-        training,
-        validation,
-        _loader(recipe, training, data.train_batch_size),
-    )
+    return training, validation, _loader(recipe, training, data.train_batch_size)
 
 
 def _loader(recipe: Recipe, prompts: PromptSet, batch_size: int) -> PromptLoader:

@@ -50,10 +50,8 @@ def train_sft(
 
     ``on_step`` gets each step's number and loss (nats per answer token). Returns, on the first
     rank, the new path of a folder ``out`` that existed and that mppo did not write; otherwise None.
-
-    Raises:
-        NonFiniteStep: a loss or gradient was not finite; nothing is written.
-        StepInterrupted: a stop was requested; nothing is written.
+    Nothing is written if a loss or gradient was not finite (NonFiniteStep), or a stop was requested
+    (StepInterrupted).
     """
     trainer, size = recipe.trainer, recipe.trainer.warm_start_batch_size
     optim = OptimConfig(lr=trainer.warm_start_lr, lr_decay_style="cosine")

@@ -100,14 +100,9 @@ def _per_token(targets: PolicyTargets | ValueTargets) -> list[str]:
 
 @dataclass(frozen=True)
 class _MiniBatchTokens:
-    """The tokens of a mini-batch that this rank holds.
-
-    Args:
-        cu_seqlens: int64 ``[H + 1]``.
-        cut: maps ``[T]`` of the batch to float32 ``[T]`` of the mini-batch.
-        position_H: int64 ``[H]``, position of each sequence in the mini-batch.
-        episode_B: int64 ``[B]``, place of the mini-batch's sequences' episodes among its episodes.
-    """
+    """The tokens of a mini-batch that this rank holds. ``cut`` maps ``[T]`` of the batch to float32
+    ``[T]`` of the mini-batch; ``position_H`` are positions in the mini-batch; ``episode_B`` places
+    of the sequences' episodes among those of the mini-batch."""
 
     cu_seqlens: Tensor
     cut: Callable[[Tensor], Tensor]

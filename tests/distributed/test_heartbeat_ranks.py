@@ -23,7 +23,7 @@ from test_schedules import failing_update
 from tiny_models import save
 
 from mppo.parallel.addresses import free_port
-from mppo.report.events import read_events
+from mppo.report.run_record import read_events
 from mppo.supervision.heartbeat import Heartbeat
 
 PHASES = ("updating actor", "reward", "gen")

@@ -25,7 +25,7 @@ from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
-from mppo.trainer.critic.gate import MEASURES
+from mppo.trainer.value_gate import MEASURES
 
 TEMPERATURE = 0.9
 """Of ``build_role``."""

@@ -22,7 +22,7 @@ from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash, stale_dumps
 from mppo.report.html.page import page_data
 from mppo.report.html.plots import SPECS
-from mppo.report.status import Status, write_status
+from mppo.report.run_record import Status, write_status
 from mppo.safety.redact import redact
 from mppo.trainer.advantages import current_kl, estimate
 from mppo.trainer.dump import read_episodes, replay_folders

@@ -21,7 +21,7 @@ from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.timeline import planned_events
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.plots import SPECS
-from mppo.report.html.serve import ReportServer
+from mppo.report.html.program import ReportServer
 from mppo.trainer.advantages import estimate
 
 STEPS = 10_000

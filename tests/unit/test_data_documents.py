@@ -54,5 +54,5 @@ def test_a_resumed_stream_continues_with_the_next_document(tokenizer, tmp_path):
     first, second = (PretrainingMix(PromptLoader(documents, 2, True, 3), 0.1) for _ in range(2))
     for _ in range(3):
         next(first.documents)
-    second.load_state_dict(first.state_dict())
+    second.documents.load_state_dict(first.documents.state_dict())
     assert next(second.documents) == next(first.documents)

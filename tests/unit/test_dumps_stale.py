@@ -14,9 +14,9 @@ from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.stale import STALE, mark_stale, remove_stale
 from mppo.dumps.step_dump import dumped_steps, stale_dumps, step_folder
-from mppo.report.events import read_events
 from mppo.report.html.page import page_data
 from mppo.report.reporter import Reporter
+from mppo.report.run_record import read_events
 from mppo.trainer.dump import replay_folders
 
 LAST = 9

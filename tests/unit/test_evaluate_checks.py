@@ -6,7 +6,7 @@ import pytest
 
 from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
-from mppo.trainer.start.evaluated_recipe import concerns_evaluation
+from mppo.trainer.start.checked_recipe import concerns_evaluation
 
 RECIPE = {
     "model": {"path": "builtin:tiny", "dtype": "float32"},

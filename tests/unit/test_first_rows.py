@@ -15,8 +15,8 @@ from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scorer import Scorer
 from mppo.train import main
-from mppo.trainer.start import first_rows
-from mppo.trainer.start.first_rows import odd_values, row_issues
+from mppo.trainer.start import user_code
+from mppo.trainer.start.user_code import odd_values, row_issues
 
 ROW = {"prompt": "1+1=", "answer": "2"}
 
@@ -70,7 +70,7 @@ def test_small_files_are_read_entirely_and_long_ones_by_their_first_row(tmp_path
     ((key, why),) = faults(tmp_path, ROW, math, size=8)
     assert key == "data.train_batch_size"
     assert why.startswith("a batch would repeat prompts: there are only 1 in ")
-    monkeypatch.setattr(first_rows, "_SMALL", 10)
+    monkeypatch.setattr(user_code, "_SMALL", 10)
     assert faults(tmp_path, two, math, size=8) == []
 
 

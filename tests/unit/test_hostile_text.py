@@ -19,11 +19,11 @@ from mppo.data.chat_template import ChatRenderer
 from mppo.dumps.step_dump import read_header_of
 from mppo.hub.builtin import byte_tokenizer
 from mppo.report.console import SampleRow, StepConsole
-from mppo.report.events import read_events
 from mppo.report.files import METRICS
 from mppo.report.history import LONGEST_NAME, read_history
 from mppo.report.html.page import page_data, page_text
 from mppo.report.reporter import Reporter
+from mppo.report.run_record import read_events
 from mppo.rewards.result import ANSWER_CHARACTERS, read_result
 from mppo.safety.foreign_text import json_line, valid_text
 

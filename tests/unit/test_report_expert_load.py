@@ -1,7 +1,7 @@
 """The plot of the experts' load: every role and layer; none for models without experts."""
 
-from mppo.report.expert_load import load_rows, plot_expert_load
 from mppo.report.history import History
+from mppo.report.pictures import load_rows, plot_expert_load
 
 
 def _history() -> History:
@@ -21,7 +21,7 @@ def test_rows_are_by_role_and_layer_relative_to_an_even_load() -> None:
 
 
 def test_a_picture_is_written_only_where_there_are_experts(tmp_path) -> None:
-    assert plot_expert_load(_history(), tmp_path / "load.png", "run")
+    plot_expert_load(_history(), tmp_path / "load.png", "run")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot_expert_load(History(None), tmp_path / "none.png", "run")
+    plot_expert_load(History(None), tmp_path / "none.png", "run")
     assert not (tmp_path / "none.png").exists()

@@ -10,8 +10,8 @@ import pytest
 
 from mppo.report.code_files import keep_code, kept_code
 from mppo.report.html.headline import headline, trend
-from mppo.report.html.metric_list import POINTS
 from mppo.report.html.page import page_data
+from mppo.report.html.plots import POINTS
 from mppo.report.warning_rules import warning_spans
 
 SECRET = "hf_qWeRtYuIoPaSdFgHjK0123"

@@ -15,11 +15,10 @@ from random_outputs import outputs_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.step_dump import step_folder
-from mppo.report.events import RunEvent, append_event, read_events
 from mppo.report.html.page import page_data, page_text
-from mppo.report.html.program import main
-from mppo.report.html.serve import ReportServer
+from mppo.report.html.program import ReportServer, main
 from mppo.report.reporter import Reporter
+from mppo.report.run_record import RunEvent, append_event, read_events
 
 SECRET = "hf_qWeRtYuIoPaSdFgHjK0123"
 PLAIN = "open5esame7cave"

@@ -19,8 +19,8 @@ from mppo.config.errors import ConfigError
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.config.trackers import EXTRAS
 from mppo.report.console import SampleRow
-from mppo.report.events import read_events
 from mppo.report.reporter import Reporter
+from mppo.report.run_record import read_events
 from mppo.report.trackers.retries import KEPT, TRIES, RetriedTracker
 from mppo.report.trackers.tracker import TrackedRun
 

@@ -113,7 +113,7 @@ def test_a_slow_rank_of_512_is_named():
 
 def test_every_rule_has_a_history_that_raises_it():
     early = {"critic_was_not_pretrained"}
-    assert {rule.name for rule in RULES} == {row[0] for row in RAISED} | early
+    assert set(RULES) == {row[0] for row in RAISED} | early
 
 
 def test_an_actor_that_learns_from_a_new_critic_is_warned_of_until_the_critic_knows_something():
@@ -140,7 +140,7 @@ def test_values_on_both_sides_of_the_returns_do_not_lag():
 def test_the_page_lists_every_rule_with_its_threshold():
     lines = PAGE.read_text().partition("## Warnings")[2].partition("\n## ")[0].splitlines()
     listed = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
-    assert listed.keys() == DOCUMENTED.keys() == {rule.name for rule in RULES}
+    assert listed.keys() == DOCUMENTED.keys() == RULES.keys()
     for name, texts in DOCUMENTED.items():
         for text in texts:
             assert text in listed[name], name

@@ -10,8 +10,7 @@ import pytest
 from mppo.batch.prompt import Prompt
 from mppo.config.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
-from mppo.rewards.remote.breaker import Admission, CircuitBreaker
-from mppo.rewards.remote.build import build_remote_reward
+from mppo.rewards.remote.reward import CircuitBreaker, build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore, read_scores
 
@@ -189,20 +188,20 @@ def test_the_breaker_admits_one_probe_at_a_time():
     now = [0.0]
     breaker = CircuitBreaker(2, 10.0, lambda: now[0])
     breaker.failed("a")
-    assert breaker.admit() is Admission.SEND
+    assert breaker.tries(3) == 3
     breaker.failed("b")
-    assert breaker.admit() is Admission.REFUSED
+    assert breaker.tries(3) == 0
     now[0] = 10.0
-    assert [breaker.admit() for _ in range(2)] == [Admission.PROBE, Admission.REFUSED]
+    assert [breaker.tries(3) for _ in range(2)] == [1, 0]
     breaker.failed("c")
     now[0] = 19.0
-    assert breaker.admit() is Admission.REFUSED
+    assert breaker.tries(3) == 0
     now[0] = 20.0
-    assert breaker.admit() is Admission.PROBE
+    assert breaker.tries(3) == 1
     breaker.succeeded()
-    assert [breaker.admit() for _ in range(2)] == [Admission.SEND] * 2
+    assert [breaker.tries(3) for _ in range(2)] == [3, 3]
     breaker.failed("d")
-    assert breaker.admit() is Admission.SEND
+    assert breaker.tries(3) == 3
 
 
 def test_openrlhf_sends_queries_prompts_and_labels(server):

@@ -18,9 +18,7 @@ from mppo.config.sections.reward_model import RewardModelNormalization
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.reward_model.scale import RewardModelScale
-from mppo.rewards.reward_model.scorer import scoring_batch
-from mppo.rewards.reward_model.texts import reward_model_texts
+from mppo.rewards.reward_model.scorer import RewardModelScale, reward_model_texts, scoring_batch
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rewards.scores import ModelScore
 

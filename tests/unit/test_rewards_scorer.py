@@ -10,8 +10,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.rewards.division import ScoringError
-from mppo.rewards.scorer import build_scorer
-from mppo.rewards.shaping import clip_score, overlong_penalty
+from mppo.rewards.scorer import build_scorer, overlong_penalty
 from mppo.trainer.metrics import reward_metrics
 from mppo.trainer.validation.metrics import validation_metrics
 
@@ -78,7 +77,6 @@ def test_overlong_penalty_counts_the_tokens_in_the_buffer(tokenizer):
 
 
 def test_shaping_formulas():
-    assert [clip_score(x, 1.0) for x in (-3.0, 0.5, 3.0)] == [-1.0, 0.5, 1.0]
     assert overlong_penalty(16384 + 2048, 20480, 4096, 1.0) == -0.5
     assert overlong_penalty(99999, 20480, 4096, 1.0) == -1.0
 

@@ -15,7 +15,7 @@ from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience
-from mppo.trainer.validation.samples import chosen_samples, is_sample_step
+from mppo.trainer.validation.stage import chosen_samples, is_sample_step
 
 MISMATCH = "training/rollout_logprob_diff_mean"
 

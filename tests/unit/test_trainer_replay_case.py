@@ -15,7 +15,7 @@ from mppo.batch.outputs import Experience
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import named_tensors
 from mppo.trainer.advantages import estimate
-from mppo.trainer.replay_case import CASE, load_case
+from mppo.trainer.update.case_replay import CASE, load_case
 
 FILE = "experience.safetensors"
 BATCH = (

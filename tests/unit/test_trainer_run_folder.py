@@ -16,7 +16,7 @@ from test_checkpoint_folder import flip, make
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.sections.trainer import TrainerConfig
-from mppo.report.status import Status, write_status
+from mppo.report.run_record import Status, write_status
 from mppo.safety import disk
 from mppo.safety.redact import redact
 from mppo.trainer.run_folder import Earlier, RunFolder, check_written, decide

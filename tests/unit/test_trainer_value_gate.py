@@ -16,8 +16,8 @@ from mppo.config.schedule import forward_groups, schedule_kind, update_groups
 from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.planning.residency import WEIGHT_SYNC, used_parts
 from mppo.trainer.advantages import estimate
-from mppo.trainer.critic.gate import IN_A_ROW, MEASURES, ValueGate, describe_end, value_gate
 from mppo.trainer.metrics import experience_metrics
+from mppo.trainer.value_gate import IN_A_ROW, MEASURES, ValueGate, describe_end, value_gate
 
 BY_TOKEN, BY_EPISODE = MEASURES
 STAGE = ("data.task=arithmetic", "trainer.stage=value_pretraining")

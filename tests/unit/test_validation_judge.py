@@ -12,8 +12,14 @@ from length_judge import LengthJudge, length_judge
 from mppo.batch.prompt import Prompt
 from mppo.config.errors import ConfigError
 from mppo.rewards.remote.server import RewardServer
-from mppo.trainer.validation.judge import Pair, combined, judge_pairs, wilson_interval
-from mppo.trainer.validation.opponent import KEY_VARIABLE, read_opponent
+from mppo.trainer.validation.judge import (
+    KEY_VARIABLE,
+    Pair,
+    combined,
+    judge_pairs,
+    read_opponent,
+    wilson_interval,
+)
 
 
 @pytest.fixture

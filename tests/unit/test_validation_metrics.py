@@ -13,9 +13,9 @@ from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.rewards.extraction import extract_answer
 from mppo.rewards.result import read_result
 from mppo.rewards.scorer import build_scorer
+from mppo.rewards.verifiers import extract_answer
 from mppo.trainer.validation.metrics import metrics_table, sample_metrics, validation_metrics
 from mppo.trainer.validation.stage import sample_lines, write_lines
 

@@ -20,7 +20,7 @@ from mppo.config import extras
 from mppo.config.extras import PROGRAM_ROUTES
 from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
-from mppo.rewards.remote.build import build_remote_reward
+from mppo.rewards.remote.reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import build_reward_function
 from mppo.rewards.scores import FailedScore, read_scores

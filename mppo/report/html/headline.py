@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mppo.report import history
 from mppo.report.console import format_duration
-from mppo.report.figures import ends, figures, phase_times
+from mppo.report.history import Rows, ends, figures, phase_times
 from mppo.report.html.reduced import rounded
 from mppo.report.warning_rules import WINDOW, WarningSpan
 
-Rows = Sequence[tuple[int, Mapping[str, float]]]
 Answer = tuple[str, str, str]
 
 _FEW = 10

@@ -6,17 +6,17 @@ Plotly's bundle is 4.5 MB per report and takes seconds for as many points.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from mppo.report.files import PAGE
 from mppo.report.history import History
-from mppo.report.html.difference import code_rows, recipe_rows
-from mppo.report.html.metric_list import metric_list
-from mppo.report.html.plots import plots_of, trained_steps
+from mppo.report.html.plots import metric_list, plots_of, trained_steps
 from mppo.report.html.run_data import RunData, read_run_data
 from mppo.safety.disk import replace_text
 from mppo.safety.foreign_text import valid_text
@@ -62,7 +62,7 @@ def page_text(data: Mapping[str, Any], live: bool = False) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
-<title>{_escaped(valid_text(title))}</title>
+<title>{escape(valid_text(title))}</title>
 <style>{_asset("uPlot.min.css")}{_asset("page.css")}</style>
 </head>
 <body>
@@ -80,12 +80,6 @@ def _asset(name: str) -> str:
     return (_ASSETS / name).read_text()
 
 
-def _escaped(text: str) -> str:
-    for char, name in (("&", "amp"), ("<", "lt"), (">", "gt"), ('"', "quot")):
-        text = text.replace(char, f"&{name};")
-    return text
-
-
 def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
     """The runs' names; with the folder where two runs have one name."""
     names = [run.name for run in runs]
@@ -93,3 +87,49 @@ def _names(runs: Sequence[RunData], folders: Sequence[Path]) -> list[str]:
         f"{name} ({run.details['folder']})" if names.count(name) > 1 else name
         for name, run in zip(names, runs)
     ]
+
+
+_LINES = 400
+"""Most lines of a difference of two files."""
+
+
+def recipe_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """The recipes' keys: of several runs those that differ, of one run all."""
+    keys = sorted({key for run in runs for key in run.recipe})
+    rows = []
+    for key in keys:
+        recipes = [run.recipe for run in runs]
+        values = [json.dumps(one[key], default=str) if key in one else "" for one in recipes]
+        if len(runs) == 1 or len(set(values)) > 1:
+            rows.append({"key": key, "values": values})
+    return rows
+
+
+def code_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """The kept code, rows of ``title`` and ``lines``: of one run each file, of several the
+    difference of each to the first run."""
+    first, *others = runs
+    if not others:
+        return [{"title": name, "lines": text.splitlines()} for name, text in first.code.items()]
+    rows = []
+    for run in others:
+        for key in sorted({_key(name) for name in (*first.code, *run.code)}):
+            (before, old), (after, new) = _of(first, key), _of(run, key)
+            if old == new:
+                continue
+            named = (f"{first.name}: {before}", f"{run.name}: {after}")
+            lines = list(difflib.unified_diff(old, new, *named, lineterm="", n=2))
+            if len(lines) > _LINES:
+                lines = [*lines[:_LINES], f"... and {len(lines) - _LINES} lines more"]
+            rows.append({"title": f"{key}: {run.name} against {first.name}", "lines": lines})
+    return rows
+
+
+def _key(name: str) -> str:
+    return name.partition(": ")[0]
+
+
+def _of(run: RunData, key: str) -> tuple[str, list[str]]:
+    files = {name: text for name, text in run.code.items() if _key(name) == key}
+    names = ", ".join(name.partition(": ")[2] for name in files) or "not kept"
+    return names, [line for text in files.values() for line in text.splitlines()]

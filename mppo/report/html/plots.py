@@ -1,15 +1,16 @@
-"""Which metrics the plots of the HTML report show."""
+"""Which metrics the plots of the HTML report show, and the searchable list of all metrics."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mppo.report import history
-from mppo.report.html.reduced import column_width, in_columns, rank_lines, rounded
+from mppo.report.html.reduced import by_number, column_width, in_columns, rank_lines, rounded
 from mppo.report.html.run_data import RunData
 
 Kind = Literal["lines", "ranks", "stack", "heat"]
@@ -17,15 +18,10 @@ Kind = Literal["lines", "ranks", "stack", "heat"]
 
 @dataclass(frozen=True)
 class PlotSpec:
-    """A plot.
-
-    Args:
-        unit: what the vertical axis shows.
-        metrics: label and metric of each line; a metric is a regular expression, and its group,
-            if it has one, is the label.
-        kind: lines of all runs in one plot, these of a metric of each rank (its prefix), or a
-            stacked area or a heat map per run.
-    """
+    """A plot; ``unit`` is what the vertical axis shows. ``metrics`` are label and metric of each
+    line; a metric is a regular expression, and its group, if it has one, is the label. ``kind``:
+    lines of all runs in one plot, these of a metric of each rank (its prefix), or a stacked area or
+    a heat map per run."""
 
     title: str
     unit: str
@@ -128,7 +124,8 @@ def _drawn(
                 yield label, x, rounded(y)
         return
     for label, metric in _lines(spec, names):
-        x, y = _points(run, metric)
+        x, values = history.series(run.rows, metric)
+        y = rounded(values)
         if spec.hides_zeros and not any(y):
             continue
         if width > 1:
@@ -151,18 +148,43 @@ def _lines(spec: PlotSpec, names: Sequence[str]) -> list[tuple[str, str]]:
             if spec.kind == "stack" and part in history.NOT_PHASES:
                 continue
             found.append((label + part, name))
-    return sorted(found, key=lambda line: _by_number(line[0])) if len(found) > 3 else found
+    return sorted(found, key=lambda line: by_number(line[0])) if len(found) > 3 else found
 
 
-def _by_number(label: str) -> list[Any]:
-    """Sort key under which ``rank 10`` comes after ``rank 9``."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", label)]
+POINTS = 200
+"""Most points of a metric's plot: of more, evenly spaced steps are shown, among them the last."""
 
 
-def _points(run: RunData, metric: str) -> tuple[list[int], list[float | None]]:
-    pairs = [(step, row[metric]) for step, row in run.rows if _is_finite(row, metric)]
-    return [step for step, _ in pairs], rounded([value for _, value in pairs])
+def metric_list(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Every metric, by name: its numbers in each run, and points of its plot.
+
+    ``runs`` of a metric has for each run None, or number of values, first, last, smallest and
+    largest value, and the points' ``x`` and ``y``. Values that are not finite are left out.
+    """
+    found = [_series(run) for run in runs]
+    names = sorted({name for each in found for name in each})
+    return [{"name": name, "runs": [_numbers(each.get(name)) for each in found]} for name in names]
 
 
-def _is_finite(row: Mapping[str, float], metric: str) -> bool:
-    return math.isfinite(row.get(metric, math.nan))
+def _series(run: RunData) -> dict[str, tuple[list[int], list[float]]]:
+    found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    for step, row in run.rows:
+        for name, value in row.items():
+            if math.isfinite(value):
+                steps, values = found[name]
+                steps.append(step)
+                values.append(value)
+    return found
+
+
+def _numbers(series: tuple[list[int], list[float]] | None) -> dict[str, Any] | None:
+    if series is None:
+        return None
+    steps, values = series
+    places = history.evenly_spaced(len(steps), POINTS)
+    return {
+        "count": len(steps),
+        "numbers": rounded([values[0], values[-1], min(values), max(values)]),
+        "x": [steps[place] for place in places],
+        "y": rounded([values[place] for place in places]),
+    }

@@ -4,13 +4,15 @@ made small."""
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from mppo.report import history
+from mppo.report.history import Rows
 
-Rows = Sequence[tuple[int, Mapping[str, float]]]
 Line = tuple[str, list[int], list[float]]
 
 EACH_RANK = 16
@@ -50,7 +52,7 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
         for name, value in found.items():
             above[name] += value / made["median"] - 1 if made["median"] > 0 else 0.0
     if each:
-        shown = sorted(ranks & lines.keys(), key=lambda name: _number(name, prefix))
+        shown = sorted(ranks & lines.keys(), key=by_number)
     else:
         worst = sorted(above, key=lambda name: above[name])[-WORST:]
         shown = [*(part for part in history.OF_RANKS if part in lines), *reversed(worst)]
@@ -64,10 +66,9 @@ def rank_lines(rows: Rows, prefix: str) -> list[Line]:
     ]
 
 
-def _number(name: str, prefix: str) -> tuple[int, str]:
-    """Sort key under which rank 10 comes after rank 9."""
-    rank = name.removeprefix(prefix)
-    return (int(rank), "") if rank.isdecimal() else (0, rank)
+def by_number(label: str) -> list[Any]:
+    """Sort key under which ``rank 10`` comes after ``rank 9``."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"(\d+)", label)]
 
 
 def column_width(steps: Sequence[int]) -> int:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mppo.config.document import MAX_BYTES, parse_yaml
+from mppo.config.document import MAX_BYTES, leaves, parse_yaml
 from mppo.report.code_files import kept_code
-from mppo.report.events import RunEvent, read_events
 from mppo.report.files import METRICS, RECIPE, SAMPLES
-from mppo.report.history import History, read_history
+from mppo.report.history import History, Rows, read_history
 from mppo.report.html.headline import headline
 from mppo.report.html.reduced import rounded
 from mppo.report.html.timelines import newest_timelines
 from mppo.report.html.token_trees import token_trees
-from mppo.report.status import Status, read_status
+from mppo.report.run_record import Status, read_events, read_status
 from mppo.report.warning_rules import WarningSpan, warning_spans
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact, redact_text
@@ -34,7 +33,7 @@ class RunData:
     """A run folder as the page needs it."""
 
     name: str
-    rows: Sequence[tuple[int, Mapping[str, float]]]
+    rows: Rows
     recipe: Mapping[str, Any]
     details: Plain
     code: Mapping[str, str]
@@ -54,9 +53,12 @@ def read_run_data(folder: Path, runs: History | None = None) -> RunData:
     parts = [trainer.get("project_name"), trainer.get("experiment_name")]
     name = "/".join(map(str, parts)) if all(parts) else folder.resolve().name
     status, warnings = read_status(folder), warning_spans(rows)
+    shown = f"{last} steps"
+    if status is not None:
+        shown = redact_text(f"{status.status}: {last} of {status.total_steps} steps")
     details = {
         "folder": redact_text(str(folder.resolve())),
-        "status": _status(status, last),
+        "status": shown,
         "headline": headline(rows, warnings, status is not None and status.status == "failed"),
         "warnings": [_warning(span) for span in warnings],
         "events": _events(folder, status),
@@ -64,7 +66,7 @@ def read_run_data(folder: Path, runs: History | None = None) -> RunData:
         "tokens": token_trees(folder, last),
         "timelines": newest_timelines(folder, last),
     }
-    flat = dict(_flat(redact(recipe)))
+    flat = dict(leaves(redact(recipe)))
     return RunData(redact_text(name), rows, flat, details, kept_code(folder))
 
 
@@ -81,38 +83,19 @@ def _recipe(path: Path) -> Plain:
     return recipe if isinstance(recipe, dict) else {}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", value))
-    return found
-
-
-def _status(status: Status | None, last: int) -> str:
-    if status is None:
-        return f"{last} steps"
-    return redact_text(f"{status.status}: {last} of {status.total_steps} steps")
-
-
 def _events(folder: Path, status: Status | None) -> list[Plain]:
     """The events; a start after some steps is a resume, and a run without an end goes on."""
     found: list[Plain] = []
     running = False
     for event in read_events(folder):
         resumed = event.kind == "start" and event.step
-        found.append(_event(event, "resumed" if resumed else event.kind))
+        kind, text = "resumed" if resumed else event.kind, redact_text(event.text)
+        found.append({"kind": kind, "step": event.step, "time": event.time, "text": text})
         running = event.kind == "start" or (running and event.kind not in ("end", "died"))
     if running and status is not None and status.status == "running":
         text = "running when this page was made, or ended without a report"
         found.append({"kind": "running", "step": None, "time": "", "text": text})
     return found
-
-
-def _event(event: RunEvent, kind: str) -> Plain:
-    return {"kind": kind, "step": event.step, "time": event.time, "text": redact_text(event.text)}
 
 
 def _samples(path: Path, last: int) -> list[Plain]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mppo.dumps.step_dump import UNREADABLE
 from mppo.report.files import TIMELINES
+from mppo.report.history import evenly_spaced
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_text
 from mppo.safety.redact import redact_text
@@ -101,8 +102,7 @@ def _compute(rows: Sequence[Sequence[Any]]) -> float:
 def _shown(rows: Sequence[Sequence[Any]]) -> list[int]:
     """Evenly spaced rows: pipeline stages are consecutive blocks of ranks, so each has some."""
     events = sum(map(len, rows))
-    count = max(min(len(rows), _ROWS, _EVENTS * len(rows) // events), 1)
-    return sorted({round(i * (len(rows) - 1) / max(count - 1, 1)) for i in range(count)})
+    return evenly_spaced(len(rows), max(min(_ROWS, _EVENTS * len(rows) // events), 1))
 
 
 def _ticks(row: Sequence[Any], scale: float, actions: dict[tuple[Any, ...], int]) -> list[int]:

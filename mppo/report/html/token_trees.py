@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mppo.dumps.step_dump import UNREADABLE, SequenceRow, dumped_steps, read_header_of
+from mppo.report.history import evenly_spaced
 from mppo.report.html.reduced import rounded
 from mppo.safety.redact import redact_text
 
@@ -30,7 +32,7 @@ def token_trees(folder: Path, last: int) -> list[Plain]:
     """
     steps = {step: path for step, path in dumped_steps(folder).items() if step <= last}
     numbers, found = list(steps), []
-    for step in [numbers[place] for place in _spread(len(numbers), _DUMPS)]:
+    for step in [numbers[place] for place in evenly_spaced(len(numbers), _DUMPS)]:
         try:
             found += _trees_of(step, steps[step])
         except UNREADABLE as error:
@@ -39,19 +41,13 @@ def token_trees(folder: Path, last: int) -> list[Plain]:
     return found
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` places of ``count``, evenly spaced, with the first and the last."""
-    most = min(count, most)
-    return sorted({round(i * (count - 1) / max(most - 1, 1)) for i in range(most)})
-
-
 def _trees_of(step: int, folder: Path) -> list[Plain]:
     from mppo.dumps.token_table import read_token_tables  # imports torch
 
     header = read_header_of(folder)
     episodes = _episodes(header.rows)
     order = sorted(episodes, key=lambda members: -header.rows[members[0]].score)
-    chosen = sorted(order[place] for place in _spread(len(order), _EPISODES))
+    chosen = sorted(order[place] for place in evenly_spaced(len(order), _EPISODES))
     indices = sorted(index for members in chosen for index in members[:_BRANCHES])
     tables = read_token_tables(folder, header, indices, _TOKENS)
     table_of = dict(zip(indices, tables, strict=True))
@@ -79,18 +75,12 @@ def _parent(
     """The earlier sequence with the longest common beginning, and its length in tokens."""
     if not earlier:
         return None, 0
-    shared = {other: _common(tables[other].tokens, tables[index].tokens) for other in earlier}
+    shared = {}
+    for other in earlier:
+        pairs = zip(tables[other].tokens, tables[index].tokens)
+        shared[other] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     parent = max(earlier, key=lambda other: shared[other])  # the first of equal ones
     return parent, shared[parent]
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    count = 0
-    for one, other in zip(first, second):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 def _plain(step: int, index: int, table: TokenTable) -> Plain:

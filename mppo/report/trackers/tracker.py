@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.trackers import EXTRAS, KEY
-from mppo.report.console import SAMPLE_COLUMNS, SampleRow
+from mppo.report.console import SampleRow
+from mppo.report.files import TRACKER_IDS
 from mppo.report.history import Metrics
 from mppo.safety.disk import replace_text
 from mppo.safety.redact import redact_text
 
-IDS = "trackers.json"
-"""File in the run folder with the run's identity in each tracker."""
 SAMPLES = "samples"
 
 
@@ -52,11 +51,13 @@ class TrackedRun:
         return self._ids().get(tracker) if self.done else None
 
     def keep_id(self, tracker: str, identity: str) -> None:
-        replace_text(self.folder / IDS, f"{json.dumps({**self._ids(), tracker: identity})}\n")
+        replace_text(
+            self.folder / TRACKER_IDS, f"{json.dumps({**self._ids(), tracker: identity})}\n"
+        )
 
     def _ids(self) -> dict[str, str]:
         try:
-            ids = json.loads((self.folder / IDS).read_bytes())
+            ids = json.loads((self.folder / TRACKER_IDS).read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
         found = ids if isinstance(ids, dict) else {}
@@ -79,7 +80,3 @@ def refused(package: str, error: Exception, offline: str | None = None) -> Confi
     or_offline = f", set {offline}" if offline else ""
     fix = f"correct that{or_offline}, or remove {package} from {KEY}"
     return ConfigError([ConfigIssue(KEY, package, why, fix)])
-
-
-def sample_records(rows: Sequence[SampleRow]) -> list[dict[str, str]]:
-    return [dict(zip(SAMPLE_COLUMNS, row.cells(), strict=True)) for row in rows]

@@ -14,7 +14,7 @@ from mppo.config.sections.remote import ClassifierOptions
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.hub.tokenizing import tokens_of
-from mppo.rewards.remote.wire import OneItemPerResponse
+from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response, conversation
 from mppo.rewards.scores import FailedScore
 from mppo.safety.input_error import InputError
@@ -22,7 +22,7 @@ from mppo.safety.input_error import InputError
 _KEY = "reward.kwargs.apply_chat_template"
 
 
-class ClassifierFormat(OneItemPerResponse):
+class ClassifierFormat(WireFormat):
     """SGLang's endpoint for reward models: tokens in, the score of the last token out.
     ``tokenizer`` is the model's own; its chat template renders prompt and response."""
 
@@ -56,16 +56,9 @@ class ClassifierFormat(OneItemPerResponse):
 def scored_tokens(
     tokenizer: PreTrainedTokenizerBase, responses: Sequence[Response], templated: bool, key: str
 ) -> list[list[int]]:
-    """Tokens of prompt and response for a reward model.
-
-    Args:
-        templated: render the conversation with the tokenizer's chat template; otherwise the
-            prompt's text, the response and the end-of-sequence token.
-        key: the key or option that asks for the chat template, for messages.
-
-    Raises:
-        ConfigError: the chat template failed.
-    """
+    """Tokens of prompt and response for a reward model: with ``templated`` the conversation by the
+    tokenizer's chat template, which ``key`` asks for (ConfigError: it failed); otherwise the
+    prompt's text, the response and the end-of-sequence token."""
     if templated:
         conversations = [conversation(each.prompt, each.text) for each in responses]
         texts = render_with(tokenizer, conversations, key, add_generation_prompt=False)

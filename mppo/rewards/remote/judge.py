@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from mppo.config.sections.remote import JudgeOptions
-from mppo.rewards.remote.wire import OneItemPerResponse
+from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore
 from mppo.safety.foreign_text import quoted
@@ -22,7 +22,7 @@ SEARCH_S = 1.0
 _PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
 
 
-class JudgeFormat(OneItemPerResponse):
+class JudgeFormat(WireFormat):
     """``/v1/chat/completions``: one message per request, whose answer contains the score."""
 
     def __init__(self, options: JudgeOptions) -> None:
@@ -50,10 +50,10 @@ class JudgeFormat(OneItemPerResponse):
         }
 
     def read(self, answer: Any, items: Sequence[Any], ids: Sequence[str]) -> list[Any]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        first = choices[0] if isinstance(choices, list) and choices else None
-        message = first.get("message") if isinstance(first, dict) else None
-        text = message.get("content") if isinstance(message, dict) else None
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
         if not isinstance(text, str):
             raise InputError("it must answer with a text in choices[0].message.content")
         return [self.find_score(text)]

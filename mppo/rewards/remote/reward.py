@@ -1,24 +1,79 @@
-"""Scores from a reward server, whatever its format, through its failures."""
+"""Scores from a recipe's reward server, whatever its format, through its failures."""
 
 from __future__ import annotations
 
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
 
-from mppo.config.sections.remote import RemoteOptions
-from mppo.rewards.remote.breaker import Admission, CircuitBreaker
+from mppo.config.remote_options import read_remote_options
+from mppo.config.sections.remote import (
+    ClassifierOptions,
+    JudgeOptions,
+    RemoteOptions,
+    SandboxFusionOptions,
+)
+from mppo.config.sections.reward import RewardConfig
+from mppo.rewards.remote.classifier import load_classifier_format
+from mppo.rewards.remote.judge import JudgeFormat
+from mppo.rewards.remote.sandbox_fusion import SandboxFusionFormat
 from mppo.rewards.remote.server import RewardServer, ServerFailure
-from mppo.rewards.remote.wire import WireFormat
+from mppo.rewards.remote.wire import MppoFormat, OpenRLHFFormat, WireFormat
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import read_result
 from mppo.rewards.scores import FailedScore
 from mppo.supervision.phase import tick
+
+
+class CircuitBreaker:
+    """Counts requests that failed in a row, and refuses further ones after ``limit`` (None: never).
+
+    After ``cool_down_s`` one request is admitted as a probe: if it succeeds, all are admitted
+    again; if it fails, the time starts anew.
+    """
+
+    def __init__(
+        self, limit: int | None, cool_down_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limit, self._cool_down_s, self._clock = limit, cool_down_s, clock
+        self._lock = threading.Lock()
+        self._failures, self._probing, self._probe_at = 0, False, 0.0
+        self._last = ""
+
+    def tries(self, most: int) -> int:
+        """How often a request may be sent: ``most`` times, once as a probe, or not at all.
+        ``succeeded`` or ``failed`` must follow unless it is 0."""
+        with self._lock:
+            if self._limit is None or self._failures < self._limit:
+                return most
+            if self._probing or self._clock() < self._probe_at:
+                return 0
+            self._probing = True
+            return 1
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._probing = 0, False
+
+    def failed(self, why: str) -> None:
+        """Note a request that failed after its retries."""
+        with self._lock:
+            self._failures += 1
+            self._last = why
+            self._probing, self._probe_at = False, self._clock() + self._cool_down_s
+
+    def describe(self) -> str:
+        with self._lock:
+            return (
+                f"no request is sent, because the last {self._failures} failed "
+                f"(reward.kwargs.max_failures); the last one: {self._last}"
+            )
 
 
 class RemoteReward:
@@ -71,11 +126,10 @@ class RemoteReward:
 
     def _request(self, items: Sequence[Any], abandoned: threading.Event) -> list[Any]:
         """The results of a batch; ``FailedScore`` for items that the server did not score."""
-        admission = self._breaker.admit()
-        if admission is Admission.REFUSED:
+        tries = self._breaker.tries(self._options.retries + 1)
+        if not tries:
             why = f"the reward server {self._server.shown_url}: {self._breaker.describe()}"
             return [FailedScore(why)] * len(items)
-        tries = 1 if admission is Admission.PROBE else self._options.retries + 1
         try:
             results = self._exchange_with_retries(items, tries, abandoned)
         except ServerFailure as error:
@@ -104,7 +158,9 @@ class RemoteReward:
             try:
                 found = self._exchange([items[index] for index in pending])
             except ServerFailure as error:
-                failure = self._after(attempt + 1, error)
+                times = f" {attempt + 1} times, last" if attempt else ""
+                message = f"the reward server {self._server.shown_url} failed{times}: {error}"
+                failure = ServerFailure(message, error.retry, error.of_items)
                 if not error.retry:
                     break
                 continue
@@ -126,11 +182,6 @@ class RemoteReward:
         except ValueError as error:
             raise ServerFailure(self._server.quote(str(error))) from None
 
-    def _after(self, tries: int, error: ServerFailure) -> ServerFailure:
-        times = "" if tries == 1 else f" {tries} times, last"
-        message = f"the reward server {self._server.shown_url} failed{times}: {error}"
-        return ServerFailure(message, error.retry, error.of_items)
-
     def _delay(self, attempt: int) -> float:
         options = self._options
         longest = min(options.backoff_s * 2 ** min(attempt - 1, 60), options.max_backoff_s)
@@ -146,3 +197,20 @@ def _is_final(result: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def build_remote_reward(reward: RewardConfig) -> RemoteReward:
+    """Build the client of a recipe's reward server; ConfigError for an invalid URL or option, or if
+    there is no such environment variable or tokenizer."""
+    options = read_remote_options(reward)
+    server = RewardServer(str(reward.url), reward.timeout_s, options.api_key_env)
+    wire: WireFormat
+    if isinstance(options, SandboxFusionOptions):
+        wire = SandboxFusionFormat(options)
+    elif isinstance(options, ClassifierOptions):
+        wire = load_classifier_format(options)
+    elif isinstance(options, JudgeOptions):
+        wire = JudgeFormat(options)
+    else:
+        wire = OpenRLHFFormat() if reward.server_format == "openrlhf" else MppoFormat()
+    return RemoteReward(server, wire, options)

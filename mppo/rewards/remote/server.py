@@ -25,12 +25,8 @@ _TEMPORARY = frozenset({408, 425, 429})
 
 
 class ServerFailure(Exception):
-    """A request without a usable answer; its message holds no secrets.
-
-    Args:
-        retry: the same request may succeed later.
-        of_items: the server refuses this request's content; others may succeed.
-    """
+    """A request without a usable answer; its message holds no secrets. ``retry``: the same request
+    may succeed later; ``of_items``: the server refuses its content, and others may succeed."""
 
     def __init__(self, message: str, retry: bool = True, of_items: bool = False) -> None:
         super().__init__(message)
@@ -39,16 +35,11 @@ class ServerFailure(Exception):
 
 @dataclass(frozen=True)
 class RewardServer:
-    """The address of a reward server, and the key that it wants.
-
-    Args:
-        url: address of the POST requests. A loopback address is reached directly, without a proxy.
-        timeout_s: time limit for one request in seconds, from connecting to the last byte.
-        api_key_env: environment variable whose value is sent as ``Authorization: Bearer``. The
-            recipe never holds the key itself.
-        url_key, env_key, timeout_key: names of the settings, for messages; no ``timeout_key``: the
-            limit is no setting.
-    """
+    """The address of a reward server, and the environment variable ``api_key_env`` whose value is
+    sent as ``Authorization: Bearer``: a recipe never holds the key itself. A loopback address is
+    reached directly, without a proxy. A request may take ``timeout_s`` seconds, from connecting to
+    the last byte. ``url_key``, ``env_key`` and ``timeout_key`` name the settings in messages; no
+    ``timeout_key``: the limit is no setting."""
 
     url: str
     timeout_s: float = 60.0

@@ -29,22 +29,24 @@ def checked_form(
         raise ConfigError([issue]) from error
 
 
+def imported_form(name: str, kwargs: Mapping[str, Any]) -> FunctionForm:
+    """The form of the function of ``reward.function``; ConfigError if it cannot be imported, or
+    does not accept the arguments."""
+    found = import_callable(KEY, name, "function", "name a function of it")
+    return checked_form(name, found, kwargs)
+
+
 def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., Any]:
-    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``.
-
-    Args:
-        noun: what is named, such as "function".
-        fix: what to do if the module lacks it.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import what the user names under a key of the recipe, as ``module:name`` or ``path.py:name``;
+    ConfigError if it cannot be imported. ``noun`` is what is named, such as "function"; ``fix``
+    what to do if the module lacks it."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         why, fix = f"no module and {noun}", f"write module:{noun} or path.py:{noun}"
         raise ConfigError([ConfigIssue(key, name, why, fix)])
     try:
-        found = _imported(name, _written_at(where))
+        file = Path(where).expanduser()
+        found = _imported(name, file.stat().st_mtime_ns if file.is_file() else 0)
     except (Exception, SystemExit) as error:
         why = f"importing {where} failed: {type(error).__name__}: {error}"
         issue = ConfigIssue(key, name, why, "correct the module, or its path")
@@ -52,12 +54,6 @@ def import_callable(key: str, name: str, noun: str, fix: str) -> Callable[..., A
     if not callable(found):
         raise ConfigError([ConfigIssue(key, name, f"{where} has no {noun} {attribute!r}", fix)])
     return found
-
-
-def _written_at(where: str) -> int:
-    """When a file was last written, in ns; 0 for a module."""
-    file = Path(where).expanduser()
-    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
 @cache

@@ -37,13 +37,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one item.
-
-    Args:
-        outcome: one of the outcomes of ``mppo.rewards.workers.server``.
-        score: the item's score; 0 if there is none.
-        text: further numbers and token rewards as JSON, or why there is no score.
-    """
+    """The result of one item: an outcome of ``mppo.rewards.workers.server``, the score (0 if there
+    is none), and further numbers and token rewards as JSON, or why there is no score."""
 
     outcome: str
     score: float
@@ -57,12 +52,9 @@ class Result:
 
 
 class WorkerPool:
-    """Worker processes for one task, started at first use. Threads use the pool one at a time.
-
-    Args:
-        timeout_s: time limit for one call in seconds. If n of the last calls exceeded it, the limit
-            is divided by ``1 + n // workers``, so that many slow items cannot stop the run.
-    """
+    """Worker processes for one task, started at first use. Threads use the pool one at a time. If n
+    of the last calls exceeded ``timeout_s`` seconds, the limit is divided by ``1 + n // workers``,
+    so that many slow items cannot stop the run."""
 
     def __init__(self, task: ScoringTask, workers: int, timeout_s: float) -> None:
         self._task, self._workers, self._timeout_s = task, workers, timeout_s
@@ -102,7 +94,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         reading, writing = os.pipe()
-        confined = self._task.confined
+        confined, numbers = self._task.confined, (str(self._workers), str(writing))
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -110,14 +102,7 @@ class WorkerPool:
         }
         with os.fdopen(writing, "wb"):
             self._server = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    START,
-                    json.dumps(sys.path),
-                    str(self._workers),
-                    str(writing),
-                ],
+                [sys.executable, "-c", START, json.dumps(sys.path), *numbers],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL if confined else None,
                 pass_fds=(writing,),

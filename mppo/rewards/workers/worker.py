@@ -48,16 +48,11 @@ class TooLong(Exception):
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """The task of the workers of a pool.
-
-    Args:
-        loader: ``module:function``; called with ``arguments``, it returns the function that scores
-            the items of a call.
-        confined: whether the function may execute text of the model. A confined worker can only
-            read files and compute. Its function is loaded once, in the server, before the fork.
-        memory_mb: limit of a worker's address space in MiB; None sets no limit.
-        max_items: a worker is replaced after this many items; None never replaces it.
-    """
+    """The task of the workers of a pool. ``loader``, a ``module:function`` called with
+    ``arguments``, returns the function that scores the items of a call. If that may execute text of
+    the model, its worker is ``confined`` and can only read files and compute; the function is then
+    loaded once, in the server, before the fork. ``memory_mb`` limits a worker's address space in
+    MiB; a worker is replaced after ``max_items`` items."""
 
     loader: str
     arguments: tuple[Any, ...] = ()

@@ -1,15 +1,16 @@
-"""The recipe of a run or a plan, with every check; those that import torch come last."""
+"""The recipe of a run, a plan or an evaluation, with every check; torch is imported last."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mppo.config.checks import load_checked
-from mppo.config.errors import ConfigIssue
+from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import find_gpu
 from mppo.config.load import Given, source_file
 from mppo.config.rules.rule import has_interleaved_role, world_size_of
@@ -23,12 +24,12 @@ from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
-from mppo.trainer.start.first_rows import odd_values
-from mppo.trainer.start.user_code import input_issues
+from mppo.trainer.start.user_code import input_issues, odd_values
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 
 if TYPE_CHECKING:
     from mppo.planning.describe import RunPlan
+
 
 # modules that import torch, transformers or Megatron are imported inside functions: --help and the
 # checks of a recipe's keys need none of them
@@ -54,7 +55,7 @@ def checked_recipe(
         read_config if planned is None else planned.read,
         files=not is_planned,
         role_checks=(partial(check_role, planned=is_planned),),
-        engine_check=partial(check_engine, on_cpu=False) if is_planned else _check_engine_here,
+        engine_check=partial(check_engine, on_cpu=False if is_planned else None),
         remarks=remarks,
         fetch_model=fetch_model if planned is None else planned.fetch,
         fetch_data_set=fetch_data_set,
@@ -105,11 +106,7 @@ def scaled_recipe(given: Path, info: LaunchInfo) -> dict[str, Any]:
 
 
 def planned_run(
-    given: Given,
-    overrides: Sequence[str],
-    info: LaunchInfo,
-    world: int | None,
-    gpu: str | None,
+    given: Given, overrides: Sequence[str], info: LaunchInfo, world: int | None, gpu: str | None
 ) -> RunPlan:
     """Check a recipe and plan its run, for which neither weights nor a GPU are needed. Models that
     are not here have their config in ``configs`` beside the recipe's file. ``world`` None: ranks of
@@ -144,14 +141,58 @@ def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator
         yield from check_weights(role, config)
 
 
-def check_engine(recipe: Recipe, config: Any, on_cpu: bool) -> Iterable[ConfigIssue]:
-    """What the rollout engine does not support in the actor's model."""
+def check_engine(recipe: Recipe, config: Any, on_cpu: bool | None) -> Iterable[ConfigIssue]:
+    """What the rollout engine does not support in the actor's model; None: on this machine."""
     from mppo.rollout.sglang.model_support import engine_issues
 
-    return () if recipe.trainer.replay is not None else engine_issues(recipe, config, on_cpu)
+    if recipe.trainer.replay is not None:
+        return ()
+    if on_cpu is None:
+        from mppo.parallel import device
+
+        on_cpu = not device.is_cuda()
+    return engine_issues(recipe, config, on_cpu)
 
 
-def _check_engine_here(recipe: Recipe, config: Any) -> Iterable[ConfigIssue]:
-    from mppo.parallel import device
+_UNUSED = re.compile(
+    r"(actor|critic|ref|algorithm)\..*|data\.((sources\.\d+\.)?train_|ptx_files).*|"
+    r"trainer\.(nnodes|n_gpus_per_node|logger|replay|total_|save_|schedule).*"
+)
+"""Keys that an evaluation does not read."""
 
-    return check_engine(recipe, config, on_cpu=not device.is_cuda())
+
+def concerns_evaluation(key: str) -> bool:
+    """Whether an evaluation reads a key: layouts, optimizers, training data, loggers and models of
+    other roles may be those of another machine."""
+    return _UNUSED.fullmatch(key) is None
+
+
+NO_PROMPTS = ConfigIssue(
+    "data.val_files",
+    [],
+    "there are no validation prompts",
+    "set data.val_files, or a data.task and a data.val_size above 0",
+)
+"""Of an evaluation that would generate nothing."""
+
+
+def evaluated_recipe(given: Given, overrides: Sequence[str], info: LaunchInfo) -> Recipe:
+    """Load and check a recipe, its code and the rows of its validation files; the first rank prints
+    remarks about it. ConfigError, ValueError: it cannot be evaluated."""
+    remarks = unknown_variables(os.environ)
+    recipe = load_checked(
+        given,
+        overrides,
+        info.world_size,
+        remarks=remarks,
+        fetch_model=fetch_model,
+        fetch_data_set=fetch_data_set,
+        check_inputs=partial(input_issues, splits=("val",)),
+        concerns=concerns_evaluation,
+    )
+    for remark in remarks if info.rank == 0 else ():
+        exit_report.say(remark)
+    sources = recipe.data.prompt_sources.values()
+    if not any(x.val_size != 0 and (x.task or x.val_files) for x in sources):
+        raise ConfigError([NO_PROMPTS])
+    return recipe

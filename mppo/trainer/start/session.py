@@ -15,8 +15,7 @@ from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
-from mppo.report.run_record import read_run
-from mppo.report.status import finished_steps
+from mppo.report.run_record import finished_steps, read_run
 from mppo.safety.temporary import private_files, remove_leftovers
 from mppo.supervision import exit_report, stop_request
 from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
@@ -98,7 +97,7 @@ def _finished(recipe: Recipe) -> RunResult:
     metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
     held = None
     if recipe.pretrains_value:
-        from mppo.trainer.critic.gate import IN_A_ROW
+        from mppo.trainer.value_gate import IN_A_ROW
 
         held = metrics.get(IN_A_ROW, 0.0) >= recipe.trainer.value_gate.batches
     return RunResult(folder, finished_steps(folder), metrics, held)
@@ -108,7 +107,7 @@ def _gate_held(run: Run) -> bool | None:
     gate = run.roles.gate
     if gate is None or run.checkpoints.stopped_early:
         return None
-    from mppo.trainer.critic.gate import describe_end
+    from mppo.trainer.value_gate import describe_end
 
     if run.reporter.is_main:
         exit_report.say(describe_end(gate, run.recipe, *run.last))

@@ -1,13 +1,16 @@
-"""A saved mini-batch, computed again to find where its numbers are not finite."""
+"""A mini-batch whose numbers are not finite: kept by the loop, and computed again to find where."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch import Tensor
 from mppo.batch.outputs import Experience
 from mppo.checkpoint.role_state import load_roles
 from mppo.config.load import load_recipe
-from mppo.dumps.experience_files import named_tensors
+from mppo.dumps.experience_files import named_tensors, read_experience, read_one_file
 from mppo.dumps.stale import stale_reason
 from mppo.hub.builtin import read_model_config
 from mppo.models.role import Role
@@ -25,11 +28,49 @@ from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.process_group import process_group
 from mppo.planning.residency import SAVE, phase_of_role
+from mppo.safety.disk import replace_text
+from mppo.safety.input_files import read_json
+from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.rank_guard import RankGuard
-from mppo.trainer.replay_case import CASE, MODELS, ReplayCase, load_case
+from mppo.trainer.dump import write_shares
 from mppo.trainer.roles import Roles
 from mppo.trainer.update.phase import UpdatePhase
 from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
+
+CASE, MODELS = "case.json", "models"
+_EARLIER = "experience.safetensors"
+"""Cases of earlier versions have one file of all sequences, and no number of ranks."""
+
+
+@dataclass(frozen=True)
+class ReplayCase:
+    """A mini-batch whose loss or gradient was not finite (indices of its sequences), and its
+    origin; the recipe is plain values without secrets."""
+
+    step: int
+    mini_batch: tuple[int, ...]
+    model: str
+    recipe: dict[str, Any]
+    ranks: int
+
+
+def keep_case(folder: Path, case: ReplayCase, experience: Experience) -> None:
+    """Write the case and the step's experience, shared out; an earlier case of the same step is
+    renamed. Collective."""
+    write_shares(folder, experience)
+    text = json.dumps(asdict(case), indent=1) + "\n"
+    on_first_rank(lambda: replace_text(folder / CASE, text))
+
+
+def load_case(folder: Path) -> tuple[ReplayCase, Experience]:
+    """Load what ``keep_case`` wrote; the experience is that of all sequences. A folder without a
+    valid case raises ValueError, KeyError, TypeError or OSError."""
+    values = read_json(folder / CASE, nan=True)
+    if (folder / _EARLIER).exists():
+        return ReplayCase(**values, ranks=1), read_one_file(folder / _EARLIER)
+    case = ReplayCase(**values)
+    return case, read_experience(folder, case.ranks)
+
 
 _NO_CASE = (ValueError, KeyError, TypeError, OSError)
 """Errors from reading a folder without a valid case, or with a case of other models."""

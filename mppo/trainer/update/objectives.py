@@ -144,10 +144,7 @@ class PolicyObjective(_MiniBatchObjective[PolicyTargets]):
 def clip_range(actor: ActorConfig) -> tuple[float, float]:
     """The clip ranges below and above 1: ``clip_ratio`` where they are null."""
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    return (
-        actor.clip_ratio if low is None else low,
-        actor.clip_ratio if high is None else high,
-    )
+    return (actor.clip_ratio if low is None else low, actor.clip_ratio if high is None else high)
 
 
 def policy_loss(

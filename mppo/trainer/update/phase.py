@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from torch import Tensor
-
-from mppo.algos.masked import Gather
 from mppo.batch.gathers import gather_of_mini_batch
 from mppo.batch.outputs import Experience
-from mppo.batch.selection import Indices
 from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
 from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
@@ -67,6 +64,7 @@ class UpdatePhase:
         critic_frozen: bool = False,
     ) -> None:
         self._roles, self.experience, self.step = roles, experience, step
+        self._gather = partial(gather_of_mini_batch, experience.old.batch)
         self.updates: list[RoleUpdate] = []
         if roles.critic is not None and not critic_frozen:
             self.updates.append(self._critic_update(roles.critic))
@@ -78,13 +76,10 @@ class UpdatePhase:
         self._align = roles.recipe.trainer.align_overflow
 
     def run(self) -> None:
-        """Compute all gradients and take all optimizer steps. Collective.
-
-        Raises:
-            NonFiniteStep: a loss or gradient is not finite, and ``trainer.on_nonfinite`` is "stop"
-                or this is the ``trainer.max_nonfinite_in_a_row``-th such step in a row.
-            StepInterrupted: a stop was requested, and the rest of the update would take too long.
-        """
+        """Compute all gradients and take all optimizer steps. Collective. NonFiniteStep: a loss or
+        gradient is not finite, and ``trainer.on_nonfinite`` is "stop" or this is the
+        ``trainer.max_nonfinite_in_a_row``-th such step in a row. StepInterrupted: a stop was
+        requested, and the rest of the update would take too long."""
         for update in self.updates:
             assert update.role.optimizer is not None, f"{update.role.name} is frozen"
             update.learning_rate = update.role.optimizer.advance()
@@ -215,9 +210,6 @@ class UpdatePhase:
             self._roles.text,
             self._peak_tflops(),
         )
-
-    def _gather(self, sequences: Indices) -> tuple[Gather, Tensor]:
-        return gather_of_mini_batch(self.experience.old.batch, sequences)
 
     def _fetch(
         self, targets: Targets, sequences: tuple[int, ...], plan: MicroBatchPlan, role: Role

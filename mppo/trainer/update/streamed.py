@@ -33,15 +33,10 @@ TakeSteps = Callable[[dict[str, StepResult], int], None]
 
 
 class StreamedUpdate:
-    """All mini-batches of several roles in one schedule: the arguments of the executor.
-
-    Args:
-        batch: the batch, shared out. The constructor is collective.
-        align: all roles skip a step together if a loss or gradient of one of them is not finite.
-        on_steps: called with the results of each optimizer step; with ``align``, once per round.
-        wants_to_stop: whether this rank wants to end the update early, given the number of steps
-            taken and the number of all steps.
-    """
+    """All mini-batches of several roles in one schedule: the arguments of the executor. The
+    constructor is collective. With ``align`` all roles skip a step together if a loss or gradient
+    of one is not finite, and ``on_steps`` is called once per round. ``wants_to_stop``: whether this
+    rank wants to end the update early, given the number of steps taken and that of all steps."""
 
     def __init__(
         self,
@@ -53,7 +48,7 @@ class StreamedUpdate:
         wants_to_stop: Callable[[int, int], bool],
     ) -> None:
         self._updates = {update.role.name: update for update in updates}
-        self._align, self._on_steps, self._wants_to_stop = align, on_steps, wants_to_stop
+        self._align, self._on_steps = align, on_steps
         planned = {
             update.role.name: [update.planned(batch, part) for part in update.mini_batches]
             for update in updates
@@ -65,7 +60,7 @@ class StreamedUpdate:
             update.role.name: StreamedRole(
                 update.role,
                 deque(update.mini_batch(batch, part) for part in planned[update.role.name]),
-                self._wants_to_stop_now,
+                lambda: wants_to_stop(self._taken, len(self.schedule.steps)),
             )
             for update in updates
         }
@@ -124,9 +119,6 @@ class StreamedUpdate:
         total = sum(update.flops for update in self._updates.values())
         for update in self._updates.values():
             update.seconds += seconds * update.flops / total
-
-    def _wants_to_stop_now(self) -> bool:
-        return self._wants_to_stop(self._taken, len(self.schedule.steps))
 
 
 def write_timeline(folder: Path, step: int, schedule: Schedule, events: Sequence[Event]) -> None:

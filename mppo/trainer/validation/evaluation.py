@@ -31,7 +31,7 @@ from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.process_group import process_group
-from mppo.rewards.scorer import Scorer, build_scorer
+from mppo.rewards.scorer import Scorer, build_run_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.safety.input_error import InputError
@@ -41,9 +41,9 @@ from mppo.supervision.heartbeat import CleanupDeadline, Heartbeat
 from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import exit_code, report_failure
-from mppo.trainer.start.evaluated_recipe import NO_PROMPTS
+from mppo.trainer.start.checked_recipe import NO_PROMPTS
+from mppo.trainer.validation.judge import Opponent
 from mppo.trainer.validation.metrics import metrics_table, validation_metrics
-from mppo.trainer.validation.opponent import Opponent
 from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
@@ -141,14 +141,7 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         raise ConfigError([NO_PROMPTS])
     check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
-    scorer = build_scorer(
-        recipe.reward,
-        tokenizer,
-        recipe.data.max_response_length,
-        recipe.reward_model.in_use,
-        has_agent=agent is not None,
-    )
-    scorer.check(prompts)
+    scorer = build_run_scorer(recipe, tokenizer, prompts, agent is not None)
     return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 
@@ -237,9 +230,11 @@ def _with_reward_model(
     """The scorer with the recipe's reward model, which is built here. Collective."""
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
-    from mppo.rewards.reward_model.scale import RewardModelScale
-    from mppo.rewards.reward_model.scorer import with_reward_model
-    from mppo.rewards.reward_model.texts import reward_model_texts
+    from mppo.rewards.reward_model.scorer import (
+        RewardModelScale,
+        reward_model_texts,
+        with_reward_model,
+    )
     from mppo.trainer.roles import build_role
 
     path = resolve_model(str(recipe.reward_model.path))

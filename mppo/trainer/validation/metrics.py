@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from math import comb
 
 from mppo.batch.episode import Episode
 from mppo.batch.score import ResponseScore
 from mppo.trainer.metrics import errors_of, mean_numbers, mean_scores, unscored
-from mppo.trainer.validation.estimators import (
-    attempt_sizes,
-    best_at_k,
-    majority_at_k,
-    pass_at_k,
-)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that at least one of k samples is right: ``1 - C(n - c, k) / C(n, k)`` for c
+    right ones of n >= k; unbiased for independent samples (Chen et al. 2021, arXiv 2107.03374)."""
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def best_at_k(scores: Sequence[float], k: int) -> float:
+    """Expected best score of k samples, drawn from all without replacement. The i-th of n scores in
+    ascending order is the best of ``C(i - 1, k - 1)`` of the ``C(n, k)`` draws. For scores of 0 and
+    1 this is ``pass_at_k``."""
+    draws = comb(len(scores), k)
+    return sum(comb(i, k - 1) / draws * score for i, score in enumerate(sorted(scores)))
+
+
+def majority_at_k(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
+    """Share of right majority votes, each among k samples (Wang et al. 2022, arXiv 2203.11171).
+
+    The votes are those of the ``len(answers) // k`` blocks of k consecutive samples. They share no
+    sample, so the mean is unbiased for independent samples. Of answers with equally many votes, the
+    one given first wins, and its first sample decides whether it is right. Samples without an
+    answer (empty) do not vote; a block without any answer is wrong.
+    """
+    blocks = [range(first, first + k) for first in range(0, len(answers) - k + 1, k)]
+    won = 0
+    for block in blocks:
+        votes = Counter(answers[i] for i in block if answers[i])
+        if votes:
+            (winner, _), *_ = votes.most_common(1)  # of equal counts, the one met first
+            won += right[next(i for i in block if answers[i] == winner)]
+    return won / len(blocks)
+
+
+def attempt_sizes(samples: int) -> list[int]:
+    """The values of k that are reported for n samples: powers of two below n, and n."""
+    sizes = [1]
+    while 2 * sizes[-1] < samples:
+        sizes.append(2 * sizes[-1])
+    return sizes if samples == 1 else [*sizes, samples]
+
 
 Samples = Sequence[ResponseScore]
 """Judgements of the samples of one prompt, in the order of sampling."""
@@ -67,27 +104,18 @@ def _estimates(groups: Sequence[Samples], n: int) -> Iterator[tuple[str, int, fl
     knows_right = any(judgement.right is not None for judgement in everything)
     has_answers = any(judgement.answer is not None for judgement in everything)
     yield "reward/mean", n, _mean([_mean([one.score for one in group]) for group in groups])
+    right = [[one.right is True for one in group] for group in groups]
     for k in attempt_sizes(n):
         if not knows_right:
             if k > 1:
-                yield "reward/best", k, _mean([_best(group, k) for group in groups])
+                scores = [[one.score for one in group] for group in groups]
+                yield "reward/best", k, _mean([best_at_k(each, k) for each in scores])
             continue
-        yield "acc/pass", k, _mean([_passed(group, k) for group in groups])
+        yield "acc/pass", k, _mean([pass_at_k(len(each), sum(each), k) for each in right])
         if has_answers and k > 1:
-            yield "acc/maj", k, _mean([_majority(group, k) for group in groups])
-
-
-def _passed(group: Samples, k: int) -> float:
-    return pass_at_k(len(group), sum(one.right is True for one in group), k)
-
-
-def _best(group: Samples, k: int) -> float:
-    return best_at_k([one.score for one in group], k)
-
-
-def _majority(group: Samples, k: int) -> float:
-    answers = [one.answer or "" for one in group]
-    return majority_at_k(answers, [one.right is True for one in group], k)
+            answers = [[one.answer or "" for one in group] for group in groups]
+            voted = [majority_at_k(*each, k) for each in zip(answers, right, strict=True)]
+            yield "acc/maj", k, _mean(voted)
 
 
 def _mean(values: Sequence[float]) -> float:
