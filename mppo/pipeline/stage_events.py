@@ -12,8 +12,7 @@ from typing import Literal
 
 from mppo.parallel.environment import QUEUES, QUEUES_INTERLEAVED
 from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists, is_interleaved
-from mppo.pipeline.deadlock import find_hang
-from mppo.pipeline.rank_events import RankEvent, Rules
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 from mppo.pipeline.routes import MessageKind, kept_sends, route
 
 
