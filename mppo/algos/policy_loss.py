@@ -288,6 +288,17 @@ def kl_cov(
     return with_indicators(loss_T, selected_T)
 
 
+def ptx_loss(logprobs_T: Tensor, mask_T: Tensor, num_tokens: float) -> Tensor:
+    """PPO-ptx's language-model loss on pretraining text: ``-sum(m log pi) / num_tokens``, a scalar.
+
+    The recipe's coefficient is DeepSpeed-Chat's ``unsup_coef`` (27.8) and OpenRLHF's ``ptx_coef``
+    (0.05). It adds up over any division of the text batch, whose masked tokens (all but a
+    document's first) over all ranks are ``num_tokens``. Source: InstructGPT, equation 2,
+    https://arxiv.org/abs/2203.02155.
+    """
+    return -torch.where(mask_T > 0, logprobs_T * mask_T, 0.0).sum() / max(num_tokens, 1.0)
+
+
 def _sequence_loss(formula: Callable[..., Loss]) -> PolicyLoss:
     return lambda x: formula(
         x.logprobs_T, x.old_logprobs_T, x.advantages_T, x.mask_T, x.cu_seqlens, x.low, x.high

@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
-from mppo.models.hybrid_adam import prepare_moments
+from mppo.models.adam import prepare_moments
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.moved_storages import MovedStorages

@@ -20,7 +20,7 @@ from mppo.models.families.architectures import family_config
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
-from mppo.models.moe.construction import freeze_routers
+from mppo.models.moe.router import freeze_routers
 from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
 from mppo.models.role_weights import RoleWeights

@@ -35,14 +35,11 @@ from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.configuration import uses_transformer_engine
 from mppo.models.families.family import FamilyConfig
-from mppo.models.families.parallel_layer import ParallelLayer
-from mppo.models.families.sandwich_layer import SandwichLayer
-from mppo.models.heads.last_layer import LastLayer, with_early_select
+from mppo.models.families.layers import LastLayer, ParallelLayer, SandwichLayer, with_early_select
 from mppo.models.heads.value_head import ValueHead
 from mppo.models.microbatch import MicroBatch
-from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
-from mppo.models.moe.router import Router
+from mppo.models.moe.router import Router, pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import NORMS
 from mppo.models.offload import offloaded_activations
 from mppo.parallel import device

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mppo.pipeline.actions import RoleWork, memory_shares
-from mppo.pipeline.costs import Costs
-from mppo.pipeline.simulation import steps_of
+from mppo.pipeline.simulation import Costs, steps_of
 from mppo.pipeline.streams import Stream
 
 

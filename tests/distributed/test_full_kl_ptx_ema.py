@@ -13,8 +13,8 @@ import torch.distributed as dist
 from layout_case import VOCABULARY, Case, batch_of, build_role, everywhere, run_cases, train_step
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from vocabulary_kl import full_kl
 
-from mppo.algos.kl import full_kl
 from mppo.algos.packing import select_sequences
 from mppo.batch.prompt import Prompt
 from mppo.data.loader import PromptLoader

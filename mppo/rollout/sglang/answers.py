@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mppo.batch.episode import Episode
-from mppo.batch.moves import bring_episodes
+from mppo.batch.shares import bring_episodes
 from mppo.parallel.collectives import raise_on_any_rank
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import gather_episodes

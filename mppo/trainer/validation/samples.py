@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.episode import Episode
-from mppo.batch.moves import bring_ids_to_first
+from mppo.batch.shares import bring_ids_to_first
 from mppo.report.console import SampleRow
 
 if TYPE_CHECKING:
