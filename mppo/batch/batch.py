@@ -145,8 +145,6 @@ class EpisodeIndex:
         return x_B.new_zeros(len(self.last_E)).index_add_(0, self.of_B, x_B)
 
     def sequences(self, episodes: Sequence[int]) -> list[int]:
-        if not self.has_branches:
-            return self.last_E[torch.as_tensor(episodes, dtype=torch.int64)].tolist()
         found: list[list[int]] = [[] for _ in self.last_E]
         for number, episode in enumerate(self.of_B.tolist()):
             found[episode].append(number)

@@ -338,9 +338,7 @@ def prepare_megatron() -> None:
 
         megatron_stand_ins.install()
     elif has_transformer_engine() and not accumulates_weight_gradients():
-        from mppo.parallel import weight_gradients
-
-        weight_gradients.install()
+        megatron_without_te.fuse_weight_gradients()
     megatron_without_te.install()
     shared_groups.install(backend())
 

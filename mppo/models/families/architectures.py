@@ -84,7 +84,6 @@ def gemma2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
         sandwich_norms=True,
         final_logit_softcap=getattr(hf_config, "final_logit_softcapping", None),
         attn_logit_softcap=softcap,
-        config_attributes=family.config_attributes | {"attn_logit_softcap": softcap},
     )
 
 
@@ -269,7 +268,6 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "qk_layernorm": True,
         }
         | mla_rope(hf_config),
-        config_attributes={"mla_norm_epsilon": MLA_NORM_EPSILON},
         mla_norm_epsilon=MLA_NORM_EPSILON,
     )
 

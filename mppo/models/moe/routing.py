@@ -251,8 +251,8 @@ class RoleRouting:
         sums = torch.zeros(self._config.num_layers, self._num_experts + 4, dtype=torch.float64)
         for layer, load in zip(self._layers, self._loads):
             if self._reports:
-                sums[layer] += load.sums.cpu()
-            load.sums.zero_()
+                sums[layer] += load.cpu()
+            load.zero_()
         dist.all_reduce(sums)
         sums[:, -1] /= max(self._mini_batches, 1)
         self._mini_batches = 0
@@ -353,7 +353,7 @@ def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
 
 
 def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
-    """``RoleRouting.metrics`` from ``[layers, E + 4]`` sums (see ``LayerLoad``); rows without
+    """``RoleRouting.metrics`` from ``[layers, E + 4]`` sums (see ``Router.load``); rows without
     tokens are left out."""
     load, (tokens, differing, replayed, auxiliary) = sums[:, :-4], sums[:, -4:].T
     layers = tokens.nonzero()[:, 0].tolist()
