@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mppo.algos.packing import cumulative
 from mppo.batch.batch import Batch, no_token_rewards
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.safety.input_error import InputError
@@ -46,8 +47,7 @@ def pack_episodes(
     held_H = torch.tensor(numbers, dtype=torch.int64)
     prompt_H, answer_H, slots_H = runs_B[held_H].unbind(1)
     lengths_H = runs_B[held_H].sum(1)
-    cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths_H.cumsum(0)
+    cu_seqlens = cumulative(lengths_H)
     slots = slots_H.tolist()
     tokens, answer = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
     mask_T = _ones_at(tokens, answer, answer_H)

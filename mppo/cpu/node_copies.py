@@ -50,11 +50,6 @@ class AnonymousFile:
         os.close(self._file)
 
 
-def can_offer() -> bool:
-    """Whether this system has such files."""
-    return hasattr(os, "memfd_create")
-
-
 def map_offered(offer: FileOffer | None) -> Tensor | None:
     """The offered file as uint8 ``[size]``; None if this process cannot map it."""
     if offer is None or offer.node != platform.node():
@@ -84,7 +79,7 @@ _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKe
 
 
 def _find_nodes(group: dist.ProcessGroup) -> list[int]:
-    file = AnonymousFile(TOKEN) if can_offer() else None
+    file = AnonymousFile(TOKEN) if hasattr(os, "memfd_create") else None
     offers = _all_gather(None if file is None else file.offer, group)
     reached = (rank for rank, offer in enumerate(offers) if map_offered(offer) is not None)
     found = _all_gather(next(reached, dist.get_rank(group)), group)

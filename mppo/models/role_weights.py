@@ -104,20 +104,10 @@ class RoleWeights:
 
     def save(self, folder: Path) -> Path | None:
         """Write the current weights as a Hugging Face folder, with the initial config and
-        tokenizer. Collective.
-
-        Returns:
-            On the first rank, the new path of a folder that bore the name and that mppo had not
-            written (``save_hf``); otherwise None.
-        """
+        tokenizer; returns as ``save_hf``. Collective."""
         with self._groups.active():
-            return save_hf(
-                folder,
-                self._stages,
-                self._hf_config,
-                self._groups,
-                source=companion_folder(self._folder),
-            )
+            source = companion_folder(self._folder)
+            return save_hf(folder, self._stages, self._hf_config, self._groups, source=source)
 
     def save_average(self, folder: Path) -> Path | None:
         assert self.average is not None, "the role keeps no moving average"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs, stack_outputs
+from mppo.models.heads.outputs import HeadOutputs, tensors_of
 from mppo.models.microbatch import MicroBatch
 from mppo.models.mini_batch import PassInputs
 from mppo.parallel import device
@@ -156,7 +156,7 @@ def output_rows(
     if parts:
         where = torch.cat([microbatch.tokens_in(batch) for microbatch in microbatches])
         # one copy for all micro-batches
-        rows_Tk[where] = torch.cat([stack_outputs(part) for part in parts], dim=1).cpu().T
+        rows_Tk[where] = torch.cat([torch.stack(tensors_of(part)) for part in parts], dim=1).cpu().T
     return rows_Tk
 
 

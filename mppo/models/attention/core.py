@@ -6,6 +6,8 @@ neither packed sequences nor MLA's value width. This module replaces it in the l
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -197,16 +199,13 @@ class PackedAttention(torch.nn.Module):
                 mask = window_mask(queries, keys, window, q.device)
             elif queries != keys:
                 mask = causal_lower_right(queries, keys)
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                mask,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            out = self._kernel(q, k)(q, k, v, mask, is_causal=mask is None)
         return out.transpose(1, 2)
+
+    def _kernel(self, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+        grouped = q.shape[1] != k.shape[1]
+        attend = F.scaled_dot_product_attention
+        return functools.partial(attend, scale=self.softmax_scale, enable_gqa=grouped)
 
     def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of fewer queries than keys on the CPU:
@@ -221,16 +220,8 @@ class PackedAttention(torch.nn.Module):
             block = q[:, :, first : first + _QUERY_BLOCK]
             seen = keys - queries + first + block.shape[2]
             bias = mask[-block.shape[2] :, keys - seen :]
-            k_seen, v_seen = k[:, :, :seen], v[:, :, :seen]
-            attended = F.scaled_dot_product_attention(
-                block,
-                k_seen,
-                v_seen,
-                bias,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            out.append(attended)
+            keys_seen = k[:, :, :seen], v[:, :, :seen]
+            out.append(self._kernel(q, k)(block, *keys_seen, bias))
         return torch.cat(out, 2)
 
 
