@@ -1,9 +1,8 @@
 """The sequences that a rank works on in a pass: from their homes, and the results back.
 
-Between passes every rank holds the tokens of the sequences whose home it is. A pass needs them on
-the ranks of the plan: ids and masks on all ranks of a data-parallel replica, what the loss reads
-only on the last pipeline stage, expert choices only of the stage's own layers. One all-to-all moves
-them there, and one the outputs back.
+A pass needs ids and masks on all ranks of a data-parallel replica, what the loss reads only on the
+last pipeline stage, expert choices only of the stage's own layers. One all-to-all moves them there,
+and one the outputs back.
 """
 
 from __future__ import annotations

@@ -21,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mppo.models.attention import flash
 from mppo.models.attention.block import BlockAttention
-from mppo.models.attention.context import (
-    ContextPlace,
-    ContextRows,
-    ContextSplit,
-    sequence_order,
-)
+from mppo.models.attention.context import ContextPlace, ContextRows, ContextSplit, sequence_order
 from mppo.models.attention.packing import AttentionRows, Packing
 from mppo.models.attention.ring import ring_attention
 from mppo.parallel import device
@@ -65,9 +60,6 @@ class PackedAttention(torch.nn.Module):
     over the group, and gathered again in the backward pass, so that no activation as long as the
     full sequence is kept. The constructor's arguments are those Megatron passes to a core
     attention.
-
-    Raises:
-        InputError: ``cp_comm_type`` is neither ``p2p``, ``all_gather`` nor None.
     """
 
     def __init__(
