@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mppo.models.families.activations import activation_name
+from mppo.models.families.family import activation_name
 from mppo.models.families.rope import mla_scale_factor
 from mppo.weights.shape import check_family, family_like, model_shape
 

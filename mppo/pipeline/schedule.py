@@ -10,8 +10,14 @@ from itertools import product
 
 from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists, is_interleaved
-from mppo.pipeline.greedy import greedy_orders
-from mppo.pipeline.simulation import Simulation, Step, simulate, stage_order, steps_of
+from mppo.pipeline.simulation import (
+    Simulation,
+    Step,
+    greedy_orders,
+    simulate,
+    stage_order,
+    steps_of,
+)
 from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
 

@@ -73,7 +73,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.mini_batch import MiniBatch, PassInputs
     from mppo.models.role import Role
-    from mppo.models.streamed_forward import forward, forward_with_states
+    from mppo.models.streamed_role import forward, forward_with_states
     from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()

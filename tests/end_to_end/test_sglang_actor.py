@@ -185,7 +185,7 @@ def _gap(engine, role) -> tuple[float, int]:
     from mppo.batch.packing import pack_episodes
     from mppo.batch.shares import bring_episodes
     from mppo.config.sections.rollout import SamplingConfig
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
     from mppo.parallel.collectives import group_size
     from mppo.rollout.engine import GenerationRequest
 

@@ -29,7 +29,7 @@ PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
         "mppo.pipeline.actions", "mppo.pipeline.simulation", "mppo.pipeline.streams",
-        "mppo.pipeline.greedy", "mppo.pipeline.schedule",
+        "mppo.pipeline.schedule",
         "mppo.pipeline.checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
         "mppo.pipeline.stage_events",
         "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows", "mppo.weights.shape",

@@ -42,16 +42,19 @@ def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Llama 1 to 3, deepseek-llm, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3: dense, grouped heads."""
     rope_kwargs, attributes = plain_rope(hf_config)
     window_size, window_layers = _window(hf_config, shape)
+    attention: dict[str, Any] = {
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+    }
+    if window_size is not None:  # keys left and right of a query, and the layers with a window
+        attention["window_size"] = (window_size - 1, 0)
+        attention["window_attn_skip_freq"] = [int(windowed) for windowed in window_layers]
     return family_of(
         hf_config,
         shape,
-        transformer_kwargs={
-            "num_query_groups": shape.kv_heads,
-            "kv_channels": shape.head_dim,
-            "add_qkv_bias": shape.qkv_bias,
-            "qk_layernorm": shape.qk_norm,
-        }
-        | _window_kwargs(window_size, window_layers),
+        transformer_kwargs=attention,
         gpt_kwargs=rope_kwargs,
         config_attributes=attributes,
         window_size=window_size,
@@ -125,8 +128,7 @@ def opt(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 def glm4(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """GLM-4 (0414): four norms per layer, partly rotated heads in interleaved pairs."""
     family = llama(hf_config, shape)
-    interleaved = {"rotary_interleaved": True}
-    kwargs = family.transformer_kwargs | interleaved
+    kwargs = family.transformer_kwargs | {"rotary_interleaved": True}
     return replace(family, sandwich_norms=True, transformer_kwargs=kwargs)
 
 
@@ -324,16 +326,6 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
         )  # fmt: skip
     layers = tuple(kind == "sliding_attention" for kind in kinds)
     return (int(size), layers) if any(layers) else (None, ())
-
-
-def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
-    """Megatron's fields: keys left and right of a query in the window, and the window's layers."""
-    if size is None:
-        return {}
-    return {
-        "window_size": (size - 1, 0),
-        "window_attn_skip_freq": [int(windowed) for windowed in layers],
-    }
 
 
 def _check_biases(hf_config: Any, shape: ModelShape) -> None:

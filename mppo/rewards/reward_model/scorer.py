@@ -15,7 +15,7 @@ from mppo.batch.episode import Episode
 from mppo.config.schema import Recipe
 from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
-from mppo.models.streamed_forward import forward
+from mppo.models.streamed_role import forward
 from mppo.parallel.exchange import sum_over_ranks
 from mppo.rewards.division import ScoringError
 from mppo.rewards.reward_model.scale import RewardModelScale
