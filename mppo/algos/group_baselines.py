@@ -57,7 +57,6 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
     With ``by_std``, the unbiased deviation; the constant keeps a group of equal scores finite (and
     0).
-
     Source: https://arxiv.org/abs/2402.03300; Dr. GRPO https://arxiv.org/abs/2503.20783; verl
     ``compute_grpo_outcome_advantage``.
     """
@@ -78,7 +77,6 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
     Two best responses of equal score have 0 too, and so has a group of one. With ``by_std``,
     divided by the group's unbiased standard deviation + 1e-6.
-
     Source: https://arxiv.org/abs/2503.19595; verl ``compute_grpo_passk_outcome_advantage``.
     """
     groups = Groups(group_B, scores_B.dtype)
@@ -107,7 +105,6 @@ def rloo_vectorized(scores_B: Tensor, group_B: Tensor) -> Tensor:
 
 def mean_baseline(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean`` (REINFORCE++-baseline, before its whitening). Group of one: ``R``.
-
     Source: https://arxiv.org/abs/2501.03262; verl
     ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
     """
@@ -118,7 +115,6 @@ def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
     """``R - sum(n_i R_i) / sum(n_i)``: a length-weighted baseline. Group of one: ``R``.
 
     A group of empty responses has baseline 0.
-
     Source: https://arxiv.org/abs/2505.23585; verl ``compute_opo_outcome_advantage``.
     """
     groups = Groups(group_B, scores_B.dtype)

@@ -85,7 +85,6 @@ def clipped_surrogate(
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``; for A < 0 at most ``-A dual_clip``.
 
     ``dual_clip`` is c > 1, or None; DAPO's clip-higher has ``high > low``.
-
     Source: https://arxiv.org/abs/1707.06347; dual clip https://arxiv.org/abs/1912.09729;
     clip-higher https://arxiv.org/abs/2503.14476; verl ``compute_policy_loss_vanilla``.
     """
@@ -155,7 +154,6 @@ def dppo(
 
     Divergences are those of :func:`binary_tv` or :func:`binary_kl`; ``largest_ratio`` is c, or
     None. The first indicator is 1 on dropped tokens, the second one where c took effect.
-
     Source: https://arxiv.org/abs/2602.04879; verl ``compute_policy_loss_dppo_tv`` and ``_kl``.
     """
     weight_T = ratio_T.detach().clamp(max=math.inf if largest_ratio is None else largest_ratio)
@@ -184,7 +182,6 @@ def gspo(
     ``max(-A s, -A clip(s, 1 - low, 1 + high))``. Aggregated as seq-mean-token-mean.
 
     The paper's low and high are 3e-4 and 4e-4.
-
     Source: https://arxiv.org/abs/2507.18071; verl ``compute_policy_loss_gspo``.
     """
     mean_B = sequence_mean(logprobs_T - old_logprobs_T, mask_T, cu_seqlens).detach()
@@ -209,7 +206,6 @@ def gmpo(
     paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
 
     The paper's low and high are 0.4.
-
     Source: https://arxiv.org/abs/2507.20673; verl ``compute_policy_loss_geo_mean``.
     """
     log_ratio_T = logprobs_T - old_logprobs_T

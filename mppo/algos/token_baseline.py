@@ -39,7 +39,6 @@ def token_baseline(
 
     ``place_T`` is the position of each token in its response, ``held_H`` are the sequences held,
     and ``variance_T`` is w. Returns advantages and G, float ``[T]``, 0 outside the mask.
-
     Source: verl ``compute_optimal_token_baseline_advantage``, and for the positions of the response
     tokens alone ``compute_multi_turn_optimal_token_baseline_advantage``.
     """
