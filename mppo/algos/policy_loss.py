@@ -104,15 +104,10 @@ def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
     return with_indicators(-advantages_T * ratio_T)
 
 
-def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
-    """``-A log pi``: REINFORCE, and GPG's loss (https://arxiv.org/abs/2504.02546; verl
-    ``compute_policy_loss_gpg``)."""
-    return with_indicators(-advantages_T * logprobs_T)
-
-
 def reinforce(logprobs_T: Tensor, importance_T: Tensor | None, advantages_T: Tensor) -> Loss:
     """``-sg(w) A log pi``: REINFORCE for samples of another policy, w the importance weight against
-    the policy that sampled (None: 1). Source: verl ``compute_policy_loss_reinforce``."""
+    the policy that sampled. None: 1, GPG's loss (https://arxiv.org/abs/2504.02546). Source: verl
+    ``compute_policy_loss_reinforce`` and ``compute_policy_loss_gpg``."""
     weight_T = 1.0 if importance_T is None else importance_T.detach()
     return with_indicators(-weight_T * advantages_T * logprobs_T)
 
@@ -332,7 +327,7 @@ _OWN: dict[str, PolicyLoss] = {
     "sapo": lambda x: sapo(x.ratio_T, x.advantages_T, x.tau_pos, x.tau_neg),
     "clip_cov": lambda x: clip_cov(x.ratio_T, x.advantages_T, x.selected_T, x.low, x.high),
     "kl_cov": lambda x: kl_cov(x.ratio_T, x.log_ratio_T, x.advantages_T, x.selected_T, x.kl_coef),
-    "gpg": lambda x: policy_gradient(x.logprobs_T, x.advantages_T),
+    "gpg": lambda x: reinforce(x.logprobs_T, None, x.advantages_T),
     "reinforce": lambda x: reinforce(x.logprobs_T, x.importance_T, x.advantages_T),
     "dppo_tv": _dppo(binary_tv),
     "dppo_kl": _dppo(binary_kl),

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from mppo.parallel import staged_group
-from mppo.parallel.node import numa
-from mppo.parallel.node.gpu_driver import check_gpus
+from mppo.parallel import node, staged_group
+from mppo.parallel.node import check_gpus
 from mppo.safety.input_error import InputError
 
 
@@ -96,7 +95,7 @@ def select(local_rank: int, ranks_on_node: int) -> None:
         torch.set_num_threads(max(1, (cores or 1) // ranks_on_node))
     if is_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        numa.bind(_pci_address())
+        node.bind_cores(_pci_address())
 
 
 def _pci_address() -> str:
