@@ -17,16 +17,13 @@ from mppo.safety.input_error import InputError
 def pack_episodes(
     episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
 ) -> Batch:
-    """Concatenate the episodes that this rank holds on one token axis.
+    """Concatenate the episodes that this rank holds on one token axis; no sequence has a home.
 
     Args:
         episodes: all, at least one; they may have no tokens. One without a score scores 0.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
-            with fewer tokens than this. The slot repeats the last token, which nothing reads.
+            with fewer tokens than this.
         bootstraps: append one to every response that was cut off by its length.
-
-    Returns:
-        Batch on the CPU; no sequence has a home.
     """
     if not episodes:
         raise InputError("a batch needs at least one episode")

@@ -98,12 +98,9 @@ class Stage(GPTModel):
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def forward_packed(self, tokens_T: Tensor, packing: Packing) -> Tensor:
-        """Run the chunk over a micro-batch of int64 tokens ``[T]``.
-
-        Returns:
-            Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
-            the last chunk ``[N, 1, hidden]`` where it ``selects_early``.
-        """
+        """Run the chunk over a micro-batch of int64 tokens ``[T]``; return its hidden states
+        ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism, and of the last
+        chunk, where it ``selects_early``, ``[N, 1, hidden]``."""
         params = _as_thd(packing) if self.uses_transformer_engine else packing
         # set by transformer_config
         offload = vars(self.config)["offload_activations"] and torch.is_grad_enabled()
@@ -237,13 +234,8 @@ def forward_step_function(
     finish: Callable[[Tensor, MicroBatch], Any],
     objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None,
 ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable]]:
-    """Make the ``forward_step_func`` of Megatron's passes.
-
-    Args:
-        finish: computes a micro-batch's outputs from the output of the model's last chunk.
-        objective: loss and statistics; the losses' gradients are summed unscaled. None: forward
-            only.
-    """
+    """Make the ``forward_step_func`` of Megatron's passes. ``finish`` computes a micro-batch's
+    outputs from those of the model's last chunk; ``objective`` None: forward only."""
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
         microbatch = next(iterator)

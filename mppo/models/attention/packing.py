@@ -49,11 +49,9 @@ class AttentionRows:
     """Sequences of similar length, padded to one length for one attention call.
 
     Args:
-        width: padded length.
         gather: int64 ``[rows * width]``, the token of the micro-batch in each slot; ``T`` for a
             padded slot (the caller appends one row of zeros).
         inverse: int64 ``[T]``, the slot of each token; ``rows * width`` for tokens of other groups.
-        padded: whether a slot is.
     """
 
     rows: int
@@ -83,7 +81,6 @@ class Packing(PackedSeqParams):
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
             tensors except ``cu_seqlens`` refer to local tokens.
         logits_to_keep: int64 ``[N]``, the tokens whose output the head uses; None: all.
-        routing: what the routers of a mixture of experts replay and record; None: nothing.
     """
 
     positions: Tensor
@@ -127,7 +124,6 @@ class Packing(PackedSeqParams):
 
 
 def pack_context(split: ContextSplit) -> Packing:
-    """Pack this rank's part of a micro-batch under context parallelism."""
     cu_seqlens = split.cu_seqlens.int()
     longest = int(split.cu_seqlens.diff().max())
     return Packing(
@@ -143,15 +139,9 @@ def pack_context(split: ContextSplit) -> Packing:
 
 
 def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
-    """Pack a micro-batch of complete sequences.
-
-    Args:
-        cu_seqlens: int64 ``[B + 1]`` on the CPU; the last entry is T.
-        padding: padding tokens at the end, as a sequence of their own.
-
-    Returns:
-        Packing whose attention groups have at most a quarter more slots than tokens.
-    """
+    """Pack a micro-batch of complete sequences, int64 ``cu_seqlens`` ``[B + 1]`` on the CPU, with
+    ``padding`` tokens at the end as a sequence of their own. Attention groups have at most a
+    quarter more slots than tokens."""
     lengths = cu_seqlens.diff().tolist()
     starts = cu_seqlens.tolist()
     total = starts[-1]

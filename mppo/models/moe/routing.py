@@ -62,17 +62,10 @@ class RoutingRecord:
         place: int,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        """Bring the experts of sequences to the ranks that will replay them. Collective in a stage.
-
-        Args:
-            digests, lengths: of every sequence of a batch.
-            shares: indices of the sequences that each data-parallel rank wants.
-            place: this data-parallel rank.
-            group: the data-parallel ranks that hold the same layers, on the CPU.
-
-        Returns:
-            ``[T', L, k]``, the sequences of this rank's share in their order.
-        """
+        """Bring the experts of sequences to the ranks that will replay them: ``[T', L, k]`` of this
+        data-parallel rank's share, number ``place``. Collective in a stage, over the ``group`` of
+        the data-parallel ranks (CPU). ``digests`` and ``lengths`` are of every sequence of a
+        batch."""
         planned = sorted({number for share in shares for number in share})
         source = [0] * len(digests)
         for number in planned:
