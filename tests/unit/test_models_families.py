@@ -88,7 +88,7 @@ def test_gemma_fields():
     assert family.sandwich_norms
     assert family.transformer_kwargs["softmax_scale"] == 24**-0.5
     assert family.transformer_kwargs["activation_func"] is gelu_tanh
-    assert (family.window_size, family.window_layers) == (8, (True, False, True, False))
+    assert family.layer_windows == (8, None, 8, None)
     assert family.transformer_kwargs["window_size"] == (7, 0)
     assert (family.attn_logit_softcap, family.final_logit_softcap) == (5.0, 3.0)
 

@@ -63,7 +63,7 @@ class FamilyConfig:
         parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
         position_offset: row of the learned positions that belongs to the first token (OPT).
         zero_centered_norm: norms multiply by ``1 + weight``.
-        window_size: tokens a query sees, itself included, in the layers of ``window_layers``.
+        layer_windows: tokens a query sees, itself included, by layer; None: all up to itself.
         activation: a key of ``ACTIVATIONS``.
         mla_norm_epsilon: epsilon of MLA's inner norms; None without MLA.
     """
@@ -72,6 +72,7 @@ class FamilyConfig:
     is_mla: bool
     transformer_kwargs: dict[str, Any]
     gpt_kwargs: dict[str, Any]
+    layer_windows: tuple[int | None, ...]
     config_attributes: dict[str, Any] = field(default_factory=dict)
     embedding_scale: float | None = None
     final_logit_softcap: float | None = None
@@ -80,16 +81,8 @@ class FamilyConfig:
     parallel_residual: bool = False
     position_offset: int = 0
     zero_centered_norm: bool = False
-    window_size: int | None = None
-    window_layers: tuple[bool, ...] = ()
     activation: str = "silu"
     mla_norm_epsilon: float | None = None
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Tokens a query sees, itself included, by layer; None: all up to itself."""
-        layers = self.window_layers or (False,) * self.transformer_kwargs["num_layers"]
-        return tuple(self.window_size if windowed else None for windowed in layers)
 
 
 def family_of(
@@ -97,6 +90,7 @@ def family_of(
     shape: ModelShape,
     transformer_kwargs: dict[str, Any],
     gpt_kwargs: dict[str, Any] | None = None,
+    layer_windows: tuple[int | None, ...] | None = None,
     **fields: Any,
 ) -> FamilyConfig:
     """A family's configuration: its own arguments, and those that all architectures share."""
@@ -126,6 +120,7 @@ def family_of(
             "max_sequence_length": shape.positions or 1,
             **(gpt_kwargs or {}),
         },
+        layer_windows=layer_windows or (None,) * shape.num_layers,
         activation=activation,
         position_offset=shape.position_offset,
         **fields,
