@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -40,6 +41,8 @@ class MicroRouting:
     num_sequences: int = 0
 
 
+_TENSORS = ("cu_seqlens_q", "positions", "origin", "scatter", "slots", "logits_to_keep")
+"""Fields of ``Packing`` that go to the device, besides those of its rows."""
 _MAX_ATTENTION_PADDING = 1.25
 """Slots of a group of rows over its tokens, at most."""
 
@@ -94,8 +97,7 @@ class Packing(PackedSeqParams):
     routing: MicroRouting | None = None
 
     def tensors(self) -> list[Tensor]:
-        found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.slots,
-                 self.logits_to_keep]  # fmt: skip
+        found = [getattr(self, name) for name in _TENSORS]
         found += [x for rows in self.attention_rows for x in (rows.gather, rows.inverse)]
         return [x for x in found if x is not None]
 
@@ -104,23 +106,13 @@ class Packing(PackedSeqParams):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Packing:
         rest = iter(tensors)
-        cu_seqlens, positions, origin = next(rest), next(rest), next(rest)
-        scatter = None if self.scatter is None else next(rest)
-        slots = None if self.slots is None else next(rest)
-        keep = None if self.logits_to_keep is None else next(rest)
-        return replace(
-            self,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            positions=positions,
-            origin=origin,
-            scatter=scatter,
-            slots=slots,
-            logits_to_keep=keep,
-            attention_rows=tuple(
-                replace(rows, gather=next(rest), inverse=next(rest)) for rows in self.attention_rows
-            ),
+        own: dict[str, Any] = {
+            name: next(rest) for name in _TENSORS if getattr(self, name) is not None
+        }
+        rows = tuple(
+            replace(rows, gather=next(rest), inverse=next(rest)) for rows in self.attention_rows
         )
+        return replace(self, **own, cu_seqlens_kv=own["cu_seqlens_q"], attention_rows=rows)
 
 
 def pack_context(split: ContextSplit) -> Packing:
