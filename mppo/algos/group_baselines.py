@@ -16,7 +16,7 @@ from mppo import register
 from mppo.algos.masked import unique_index
 
 
-class Groups:
+class ResponseGroups:
     """The groups of a batch: sums, maxima and means over the group of each response, ``size_B`` is
     its size."""
 
@@ -41,12 +41,12 @@ class Groups:
 
 def group_mean(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """Mean score of each response's group, 0 for a group of one: float ``[B]``."""
-    return Groups(group_B, scores_B.dtype).mean(scores_B)
+    return ResponseGroups(group_B, scores_B.dtype).mean(scores_B)
 
 
 def group_std(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """Unbiased standard deviation of each response's group, 1 for a group of one: ``[B]``."""
-    groups = Groups(group_B, scores_B.dtype)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     squares_B = (scores_B - groups.mean(scores_B)).square()
     std_B = (groups.sum(squares_B) / (groups.size_B - 1).clamp(min=1.0)).sqrt()
     return torch.where(groups.size_B > 1, std_B, 1.0)
@@ -79,7 +79,7 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
     divided by the group's unbiased standard deviation + 1e-6.
     Source: https://arxiv.org/abs/2503.19595; verl ``compute_grpo_passk_outcome_advantage``.
     """
-    groups = Groups(group_B, scores_B.dtype)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     best_B = groups.max(scores_B)
     is_best_B = scores_B == best_B
     second_B = groups.max(torch.where(is_best_B, -torch.inf, scores_B))
@@ -91,7 +91,7 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean of the others = n / (n - 1) (R - mean)``. Group of one: ``R``. Source:
     https://arxiv.org/abs/2402.14740; verl ``compute_rloo_outcome_advantage``."""
-    size_B = Groups(group_B, scores_B.dtype).size_B
+    size_B = ResponseGroups(group_B, scores_B.dtype).size_B
     factor_B = torch.where(size_B > 1, size_B / (size_B - 1).clamp(min=1.0), 1.0)
     return factor_B * (scores_B - group_mean(scores_B, group_B))
 
@@ -99,7 +99,7 @@ def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
 def rloo_vectorized(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``(n R - sum) / (n - 1)``, equal to :func:`rloo`, but 0 for a group of one. Source: verl
     ``compute_rloo_vectorized_outcome_advantage``."""
-    size_B = Groups(group_B, scores_B.dtype).size_B
+    size_B = ResponseGroups(group_B, scores_B.dtype).size_B
     return torch.where(size_B > 1, rloo(scores_B, group_B), 0.0)
 
 
@@ -117,7 +117,7 @@ def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
     A group of empty responses has baseline 0.
     Source: https://arxiv.org/abs/2505.23585; verl ``compute_opo_outcome_advantage``.
     """
-    groups = Groups(group_B, scores_B.dtype)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     baseline_B = groups.sum(length_B * scores_B) / groups.sum(length_B).clamp(min=1.0)
     return scores_B - torch.where(groups.size_B > 1, baseline_B, 0.0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos.advantages import reward_to_go
-from mppo.algos.group_baselines import Groups
+from mppo.algos.group_baselines import ResponseGroups
 from mppo.algos.masked import ALONE, Gather
 
 
@@ -67,7 +67,7 @@ def token_baseline(
 
 def _group_baseline(sums_B2L: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
     """The baseline of each response at each position: float ``[B, L]``."""
-    groups = Groups(group_B, length_B.dtype)
+    groups = ResponseGroups(group_B, length_B.dtype)
     returns_BL, weight_BL = groups.sum(sums_B2L).unbind(1)
     baseline_BL = returns_BL / (weight_BL + 1e-8)
     longest_B = length_B == groups.max(length_B)
