@@ -19,11 +19,13 @@ class Objective(Protocol):
     @property
     def statistics(self) -> tuple[str, ...]:
         """Names of the statistics; ranks that compute no loss need them to join their sums."""
+        ...
 
     def __call__(
         self, outputs: HeadOutputs, indices: tuple[int, ...], /
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Map a micro-batch's outputs and sequence indices to summed loss and statistics."""
+        ...
 
 
 @dataclass(frozen=True)

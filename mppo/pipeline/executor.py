@@ -24,12 +24,14 @@ class ForwardWork(Protocol):
 
     def receive_buffer(self, mini_batch: int, micro_batch: int) -> Tensor:
         """Return an empty tensor that can receive a micro-batch's message, in either direction."""
+        ...
 
     def forward(
         self, mini_batch: int, micro_batch: int, chunk: int, received: Tensor | None
     ) -> Tensor | None:
         """Compute a chunk's forward pass from the message (None for the model's first chunk), and
         return the message to the next stage (None for its last chunk)."""
+        ...
 
 
 class StageWork(ForwardWork, Protocol):
@@ -40,12 +42,15 @@ class StageWork(ForwardWork, Protocol):
     ) -> Tensor | None:
         """Compute a chunk's backward pass from the message (None for the model's last chunk), and
         return the message to the previous stage (None for its first chunk)."""
+        ...
 
     def reduce(self, mini_batch: int) -> None:
         """Start the data-parallel reduction of the accumulated gradient."""
+        ...
 
     def norm(self, mini_batch: int) -> None:
         """Complete the gradient and start the all-reduce of its norm."""
+        ...
 
 
 def carry_out(
