@@ -158,7 +158,7 @@ def measuring(role, tokens: int) -> Callable[[], object]:
     from mppo.batch.episode import Episode, EpisodeTokens
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
 
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(

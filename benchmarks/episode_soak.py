@@ -229,7 +229,7 @@ def check(episode: Episode, agent: RandomAgent, sampled: Sequence[Sampled], tall
     leaves = leaves_of(episode)
     found = whole_turns(turns_of(leaves, sampled))
     missing = Counter(map(identity, agent.read)) - Counter(map(identity, found))
-    assert not missing, "an answer that was read is in no sequence"
+    assert not missing, "an agent read an answer that no sequence contains"
     assert len(found) - len(agent.read) <= agent.left, "more turns than the agent asked for"
     tally.did.update(agent.did)
     tally.sequences += len(leaves)

@@ -108,8 +108,7 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the batch."""
     from mppo.models.mini_batch import MiniBatch
-    from mppo.models.streamed_forward import forward
-    from mppo.models.streamed_role import forward_backward
+    from mppo.models.streamed_role import forward, forward_backward
 
     forward(role, batch, role.plan(batch, training=False))
     plan = role.plan(batch, training=True)

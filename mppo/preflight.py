@@ -25,7 +25,7 @@ from pathlib import Path
 
 import mppo
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.parallel.node.versions import PACKAGES, installed_version
+from mppo.parallel.node import PACKAGES, installed_version
 from mppo.safety.redact import redacted_output
 
 MARK = "mppo-preflight "
@@ -66,7 +66,7 @@ def report_node(ranks: int, port: int, folder: Path) -> NodeReport:
     import torch  # here: --help and judging do not need it
 
     from mppo.parallel import device
-    from mppo.parallel.node.gpu_driver import driver_version, gpus_of_node
+    from mppo.parallel.node import driver_version, gpus_of_node
 
     return NodeReport(
         host=socket.gethostname() + _node_suffix(),
@@ -165,7 +165,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_node(report: NodeReport, now_s: float) -> list[ConfigIssue]:
-    from mppo.parallel.node.gpu_driver import unusable_gpus
+    from mppo.parallel.node import unusable_gpus
 
     issues = []
     unusable = unusable_gpus(report.gpus, report.devices, report.driver, report.torch_cuda or None)

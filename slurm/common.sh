@@ -34,7 +34,7 @@ mppo_setup() {
   MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
   export MPPO_ROOT MPPO_PYTHON MPPO_RANKS_PER_NODE MASTER_ADDR MASTER_PORT
   # 1: each rank uses its share of the node's cores (mppo/parallel/device.py). It binds itself to those
-  # near its GPU (mppo/parallel/numa.py); Slurm's own binding does not know which GPU a rank uses.
+  # near its GPU (mppo/parallel/node.py); Slurm's own binding does not know which GPU a rank uses.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
   MPPO_SRUN=(srun --kill-on-bad-exit=1 --cpu-bind=none)
   [ "${SLURM_HET_SIZE:-1}" -gt 1 ] && MPPO_SRUN+=(--het-group=0)

@@ -31,7 +31,6 @@ def gae(
 
     Returns:
         Advantages, not whitened, 0 outside the mask. Returns are ``advantages + values``.
-
     Source: https://arxiv.org/abs/1506.02438; masked tokens as in verl
     ``compute_gae_advantage_return``.
     """
@@ -75,7 +74,6 @@ def turn_gae(
     R_k is the sum of the turn's rewards and V_k the value of the state before its first token. The
     discount is per turn. A masked token belongs to the turn that started last; every token of a
     turn has its advantage, 0 outside the mask.
-
     Source: Turn-PPO, https://arxiv.org/abs/2512.17008.
     """
     first = starts_T.nonzero().squeeze(1)

@@ -16,39 +16,37 @@ from mppo import register
 from mppo.algos.masked import unique_index
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Groups of a batch: index and size of each response's group, and their number."""
+class ResponseGroups:
+    """The groups of a batch: sums, maxima and means over the group of each response, ``size_B`` is
+    its size."""
 
-    index_B: Tensor
-    size_B: Tensor
-    count: int
+    def __init__(self, group_B: Tensor, dtype: torch.dtype) -> None:
+        _, self._index_B, size_G = unique_index(group_B)
+        self.size_B = size_G[self._index_B].to(dtype)
+        self._count = len(size_G)
 
     def sum(self, x_B: Tensor) -> Tensor:
-        return x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)[self.index_B]
+        """Sums of float ``[B, ...]``, in the same shape."""
+        zeros = x_B.new_zeros(self._count, *x_B.shape[1:])
+        return zeros.index_add(0, self._index_B, x_B)[self._index_B]
 
     def max(self, x_B: Tensor) -> Tensor:
-        lowest = x_B.new_full((self.count,), -torch.inf)
-        return lowest.scatter_reduce(0, self.index_B, x_B, "amax")[self.index_B]
+        lowest = x_B.new_full((self._count,), -torch.inf)
+        return lowest.scatter_reduce(0, self._index_B, x_B, "amax")[self._index_B]
 
     def mean(self, x_B: Tensor) -> Tensor:
         """Mean over each member's group, 0 for a group of one: float ``[B]``."""
         return torch.where(self.size_B > 1, self.sum(x_B) / self.size_B, 0.0)
 
 
-def _groups(group_B: Tensor, like_B: Tensor) -> _Groups:
-    _, index_B, counts = unique_index(group_B)
-    return _Groups(index_B, counts[index_B].to(like_B.dtype), len(counts))
-
-
 def group_mean(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """Mean score of each response's group, 0 for a group of one: float ``[B]``."""
-    return _groups(group_B, scores_B).mean(scores_B)
+    return ResponseGroups(group_B, scores_B.dtype).mean(scores_B)
 
 
 def group_std(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """Unbiased standard deviation of each response's group, 1 for a group of one: ``[B]``."""
-    groups = _groups(group_B, scores_B)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     squares_B = (scores_B - groups.mean(scores_B)).square()
     std_B = (groups.sum(squares_B) / (groups.size_B - 1).clamp(min=1.0)).sqrt()
     return torch.where(groups.size_B > 1, std_B, 1.0)
@@ -59,7 +57,6 @@ def grpo(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
     With ``by_std``, the unbiased deviation; the constant keeps a group of equal scores finite (and
     0).
-
     Source: https://arxiv.org/abs/2402.03300; Dr. GRPO https://arxiv.org/abs/2503.20783; verl
     ``compute_grpo_outcome_advantage``.
     """
@@ -80,10 +77,9 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 
     Two best responses of equal score have 0 too, and so has a group of one. With ``by_std``,
     divided by the group's unbiased standard deviation + 1e-6.
-
     Source: https://arxiv.org/abs/2503.19595; verl ``compute_grpo_passk_outcome_advantage``.
     """
-    groups = _groups(group_B, scores_B)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     best_B = groups.max(scores_B)
     is_best_B = scores_B == best_B
     second_B = groups.max(torch.where(is_best_B, -torch.inf, scores_B))
@@ -95,7 +91,7 @@ def grpo_passk(scores_B: Tensor, group_B: Tensor, by_std: bool) -> Tensor:
 def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean of the others = n / (n - 1) (R - mean)``. Group of one: ``R``. Source:
     https://arxiv.org/abs/2402.14740; verl ``compute_rloo_outcome_advantage``."""
-    size_B = _groups(group_B, scores_B).size_B
+    size_B = ResponseGroups(group_B, scores_B.dtype).size_B
     factor_B = torch.where(size_B > 1, size_B / (size_B - 1).clamp(min=1.0), 1.0)
     return factor_B * (scores_B - group_mean(scores_B, group_B))
 
@@ -103,13 +99,12 @@ def rloo(scores_B: Tensor, group_B: Tensor) -> Tensor:
 def rloo_vectorized(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``(n R - sum) / (n - 1)``, equal to :func:`rloo`, but 0 for a group of one. Source: verl
     ``compute_rloo_vectorized_outcome_advantage``."""
-    size_B = _groups(group_B, scores_B).size_B
+    size_B = ResponseGroups(group_B, scores_B.dtype).size_B
     return torch.where(size_B > 1, rloo(scores_B, group_B), 0.0)
 
 
 def mean_baseline(scores_B: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean`` (REINFORCE++-baseline, before its whitening). Group of one: ``R``.
-
     Source: https://arxiv.org/abs/2501.03262; verl
     ``compute_reinforce_plus_plus_baseline_outcome_advantage``.
     """
@@ -120,10 +115,9 @@ def opo(scores_B: Tensor, group_B: Tensor, length_B: Tensor) -> Tensor:
     """``R - sum(n_i R_i) / sum(n_i)``: a length-weighted baseline. Group of one: ``R``.
 
     A group of empty responses has baseline 0.
-
     Source: https://arxiv.org/abs/2505.23585; verl ``compute_opo_outcome_advantage``.
     """
-    groups = _groups(group_B, scores_B)
+    groups = ResponseGroups(group_B, scores_B.dtype)
     baseline_B = groups.sum(length_B * scores_B) / groups.sum(length_B).clamp(min=1.0)
     return scores_B - torch.where(groups.size_B > 1, baseline_B, 0.0)
 

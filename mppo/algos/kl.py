@@ -1,4 +1,4 @@
-"""KL divergence between policy and reference: one-sample estimates, and the exact sum.
+"""KL divergence between policy and reference, and the coefficient of its penalty in the reward.
 
 With ``d = log pi - log pi_ref`` of the sampled token (http://joschu.net/blog/kl-approx.html):
 
@@ -26,9 +26,8 @@ LOW_VAR_KL_LIMIT = 10.0
 def kl_estimate(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str, full_kl_T: Tensor | None = None
 ) -> Tensor:
-    """Per-token KL (nats) by name, with or without ``+`` (see the table above; verl
-    ``kl_penalty``). ``full`` needs the KL over the whole vocabulary, ``full_kl_T``; without it, or
-    for an unknown name, InputError."""
+    """Per-token KL (nats) of a ``kind`` in the table above. ``full`` returns ``full_kl_T``, which
+    the caller sums over the vocabulary. Source: verl ``kl_penalty``."""
     name = kind.removesuffix("+")
     d_T = logprobs_T - ref_logprobs_T
     if name in ("kl", "k1"):
@@ -58,19 +57,14 @@ def kl_estimate(
     return value_T
 
 
-def full_kl(logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
-    """KL(policy || reference) over the vocabulary, ``sum_v p_v (log p_v - log q_v)``, float ``[T]``
-    (nats), not negative; -inf is allowed where the policy gives no probability."""
-    log_z_T = torch.logsumexp(logits_TV, dim=-1)
-    ref_log_z_T = torch.logsumexp(ref_logits_TV, dim=-1)
-    return full_kl_shard(logits_TV, ref_logits_TV, log_z_T, ref_log_z_T).clamp(min=0.0)
-
-
 def full_kl_shard(
     logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor
 ) -> Tensor:
-    """One vocabulary shard's summand of :func:`full_kl`, from logits ``[T, V / tp]`` and the
-    log-sum-exps over the whole vocabulary ``[T]``."""
+    """``sum_v p_v (log p_v - log q_v)`` over one shard of the vocabulary, float ``[T]`` (nats).
+
+    Each rank adds up its own columns of the logits ``[T, V / tp]``. ``log_z_T`` and ``ref_log_z_T``
+    are log-sum-exps over the whole vocabulary ``[T]``. A logit of -inf is allowed.
+    """
     log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
     log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
     p_TV = log_p_TV.exp()
@@ -80,9 +74,36 @@ def full_kl_shard(
 def full_kl_shard_grad(
     logits_TV: Tensor, ref_logits_TV: Tensor, log_z_T: Tensor, ref_log_z_T: Tensor, kl_T: Tensor
 ) -> Tensor:
-    """Gradient of :func:`full_kl` by this shard's policy logits, ``p (log p - log q - KL)``: float
-    ``[T, V / tp]``; ``kl_T`` is summed over all shards."""
+    """The full KL's gradient with respect to a shard's policy logits: ``p (log p - log q - KL)``,
+    float ``[T, V / tp]``; ``kl_T`` is the sum over all shards."""
     log_p_TV = logits_TV - log_z_T.unsqueeze(-1)
     log_q_TV = ref_logits_TV - ref_log_z_T.unsqueeze(-1)
     p_TV = log_p_TV.exp()
     return torch.where(p_TV > 0, p_TV * (log_p_TV - log_q_TV - kl_T.unsqueeze(-1)), 0.0)
+
+
+class KLController:
+    """Keeps the coefficient between steps, ``fixed`` or ``adaptive``:
+    ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``.
+
+    KL and target in nats; ``n`` and the horizon (time constant of the adaptation) in sequences.
+    Source: https://arxiv.org/abs/1909.08593; verl ``AdaptiveKLController``.
+    """
+
+    def __init__(self, kind: str, kl_coef: float, target_kl: float, horizon: int) -> None:
+        self.kind = kind
+        self.coef = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_sequences: int) -> None:
+        if self.kind == "adaptive":
+            error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+            self.coef *= 1.0 + error * num_sequences / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore a saved coefficient; target and horizon remain the recipe's."""
+        self.coef = float(state["coef"])

@@ -92,11 +92,6 @@ def merged_moments(moments_B: Tensor, weight_B: Tensor | None = None) -> Moments
     return Moments(*(number.item() for number in (count, mean, squares, max_B.max(), min_B.min())))
 
 
-def masked_sum(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Sum of ``x`` where ``mask`` is 1; values outside the mask, even NaN, are ignored."""
-    return torch.where(mask_T > 0, x_T * mask_T, 0.0).sum()
-
-
 def unique_index(x_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct values ``[G]`` ascending, each element's index in them ``[N]``, counts ``[G]``."""
     found = _unique(x_N, return_inverse=True, return_counts=True)

@@ -85,7 +85,6 @@ def clipped_surrogate(
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``; for A < 0 at most ``-A dual_clip``.
 
     ``dual_clip`` is c > 1, or None; DAPO's clip-higher has ``high > low``.
-
     Source: https://arxiv.org/abs/1707.06347; dual clip https://arxiv.org/abs/1912.09729;
     clip-higher https://arxiv.org/abs/2503.14476; verl ``compute_policy_loss_vanilla``.
     """
@@ -105,15 +104,10 @@ def plain_surrogate(ratio_T: Tensor, advantages_T: Tensor) -> Loss:
     return with_indicators(-advantages_T * ratio_T)
 
 
-def policy_gradient(logprobs_T: Tensor, advantages_T: Tensor) -> Loss:
-    """``-A log pi``: REINFORCE, and GPG's loss (https://arxiv.org/abs/2504.02546; verl
-    ``compute_policy_loss_gpg``)."""
-    return with_indicators(-advantages_T * logprobs_T)
-
-
 def reinforce(logprobs_T: Tensor, importance_T: Tensor | None, advantages_T: Tensor) -> Loss:
     """``-sg(w) A log pi``: REINFORCE for samples of another policy, w the importance weight against
-    the policy that sampled (None: 1). Source: verl ``compute_policy_loss_reinforce``."""
+    the policy that sampled. None: 1, GPG's loss (https://arxiv.org/abs/2504.02546). Source: verl
+    ``compute_policy_loss_reinforce`` and ``compute_policy_loss_gpg``."""
     weight_T = 1.0 if importance_T is None else importance_T.detach()
     return with_indicators(-weight_T * advantages_T * logprobs_T)
 
@@ -155,7 +149,6 @@ def dppo(
 
     Divergences are those of :func:`binary_tv` or :func:`binary_kl`; ``largest_ratio`` is c, or
     None. The first indicator is 1 on dropped tokens, the second one where c took effect.
-
     Source: https://arxiv.org/abs/2602.04879; verl ``compute_policy_loss_dppo_tv`` and ``_kl``.
     """
     weight_T = ratio_T.detach().clamp(max=math.inf if largest_ratio is None else largest_ratio)
@@ -184,7 +177,6 @@ def gspo(
     ``max(-A s, -A clip(s, 1 - low, 1 + high))``. Aggregated as seq-mean-token-mean.
 
     The paper's low and high are 3e-4 and 4e-4.
-
     Source: https://arxiv.org/abs/2507.18071; verl ``compute_policy_loss_gspo``.
     """
     mean_B = sequence_mean(logprobs_T - old_logprobs_T, mask_T, cu_seqlens).detach()
@@ -209,7 +201,6 @@ def gmpo(
     paper's ``-mean_b(mean_t(A) exp(mean_t d'))``.
 
     The paper's low and high are 0.4.
-
     Source: https://arxiv.org/abs/2507.20673; verl ``compute_policy_loss_geo_mean``.
     """
     log_ratio_T = logprobs_T - old_logprobs_T
@@ -288,6 +279,17 @@ def kl_cov(
     return with_indicators(loss_T, selected_T)
 
 
+def ptx_loss(logprobs_T: Tensor, mask_T: Tensor, num_tokens: float) -> Tensor:
+    """PPO-ptx's language-model loss on pretraining text: ``-sum(m log pi) / num_tokens``, a scalar.
+
+    The recipe's coefficient is DeepSpeed-Chat's ``unsup_coef`` (27.8) and OpenRLHF's ``ptx_coef``
+    (0.05). It adds up over any division of the text batch, whose masked tokens (all but a
+    document's first) over all ranks are ``num_tokens``. Source: InstructGPT, equation 2,
+    https://arxiv.org/abs/2203.02155.
+    """
+    return -torch.where(mask_T > 0, logprobs_T * mask_T, 0.0).sum() / max(num_tokens, 1.0)
+
+
 def _sequence_loss(formula: Callable[..., Loss]) -> PolicyLoss:
     return lambda x: formula(
         x.logprobs_T, x.old_logprobs_T, x.advantages_T, x.mask_T, x.cu_seqlens, x.low, x.high
@@ -325,7 +327,7 @@ _OWN: dict[str, PolicyLoss] = {
     "sapo": lambda x: sapo(x.ratio_T, x.advantages_T, x.tau_pos, x.tau_neg),
     "clip_cov": lambda x: clip_cov(x.ratio_T, x.advantages_T, x.selected_T, x.low, x.high),
     "kl_cov": lambda x: kl_cov(x.ratio_T, x.log_ratio_T, x.advantages_T, x.selected_T, x.kl_coef),
-    "gpg": lambda x: policy_gradient(x.logprobs_T, x.advantages_T),
+    "gpg": lambda x: reinforce(x.logprobs_T, None, x.advantages_T),
     "reinforce": lambda x: reinforce(x.logprobs_T, x.importance_T, x.advantages_T),
     "dppo_tv": _dppo(binary_tv),
     "dppo_kl": _dppo(binary_kl),

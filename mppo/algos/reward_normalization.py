@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos.group_baselines import group_mean, group_std
-
-_EPS = 1e-8
+from mppo.algos.masked import EPS
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ def batch_scale(scores_B: Tensor) -> ScoreScale:
     if len(scores_B) < 2:
         return ScoreScale(scores_B, 1.0)
     std = scores_B.std().item()
-    return ScoreScale(scores_B.mean().item(), std + _EPS if std > 0 else 1.0)
+    return ScoreScale(scores_B.mean().item(), std + EPS if std > 0 else 1.0)
 
 
 def group_scale(scores_B: Tensor, group_B: Tensor) -> ScoreScale:
     """See ``batch_scale``, for each prompt's responses; a group of one keeps its score."""
     scores_B = scores_B.double()
     std_B = group_std(scores_B, group_B)
-    return ScoreScale(group_mean(scores_B, group_B), torch.where(std_B > 0, std_B + _EPS, 1.0))
+    return ScoreScale(group_mean(scores_B, group_B), torch.where(std_B > 0, std_B + EPS, 1.0))
 
 
 class RewardStats:
@@ -86,7 +85,7 @@ class RewardStats:
 
     def scale(self) -> ScoreScale:
         """Mean, and standard deviation + 1e-8, of all scores; equal scores: see ``batch_scale``."""
-        return ScoreScale(self.mean, self.std + _EPS if self.std > 0 else 1.0)
+        return ScoreScale(self.mean, self.std + EPS if self.std > 0 else 1.0)
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mppo.algos.advantages import reward_to_go
-from mppo.algos.masked import ALONE, Gather, unique_index
+from mppo.algos.group_baselines import ResponseGroups
+from mppo.algos.masked import ALONE, Gather
 
 
 def path_variance(
@@ -38,7 +39,6 @@ def token_baseline(
 
     ``place_T`` is the position of each token in its response, ``held_H`` are the sequences held,
     and ``variance_T`` is w. Returns advantages and G, float ``[T]``, 0 outside the mask.
-
     Source: verl ``compute_optimal_token_baseline_advantage``, and for the positions of the response
     tokens alone ``compute_multi_turn_optimal_token_baseline_advantage``.
     """
@@ -67,17 +67,12 @@ def token_baseline(
 
 def _group_baseline(sums_B2L: Tensor, length_B: Tensor, group_B: Tensor) -> Tensor:
     """The baseline of each response at each position: float ``[B, L]``."""
-    _, index_B, size_G = unique_index(group_B)
-    total = sums_B2L.new_zeros(len(size_G), *sums_B2L.shape[1:]).index_add(0, index_B, sums_B2L)
-    baseline_BL = (total[:, 0] / (total[:, 1] + 1e-8))[index_B]
-
-    def largest(x_B: Tensor) -> Tensor:
-        lowest = x_B.new_full((len(size_G),), -torch.inf)
-        return lowest.scatter_reduce(0, index_B, x_B, "amax")[index_B]
-
-    longest_B = length_B == largest(length_B)
-    alone_B = longest_B & (torch.bincount(index_B, longest_B.double())[index_B] == 1)
-    second_B = largest(torch.where(longest_B, -torch.inf, length_B))
+    groups = ResponseGroups(group_B, length_B.dtype)
+    returns_BL, weight_BL = groups.sum(sums_B2L).unbind(1)
+    baseline_BL = returns_BL / (weight_BL + 1e-8)
+    longest_B = length_B == groups.max(length_B)
+    alone_B = longest_B & (groups.sum(longest_B.double()) == 1)
+    second_B = groups.max(torch.where(longest_B, -torch.inf, length_B))
     tail_BL = torch.arange(baseline_BL.shape[1]) >= second_B[:, None]
-    unused_BL = (alone_B[:, None] & tail_BL) | (size_G[index_B] == 1)[:, None]
+    unused_BL = (alone_B[:, None] & tail_BL) | (groups.size_B == 1)[:, None]
     return torch.where(unused_BL, 0.0, baseline_BL)

@@ -18,7 +18,6 @@ def value_loss(
 
     ``e`` is ``cliprange``; None: no clipping, ``0.5 (V - R)^2``. Returns the loss, and 1 where the
     clipped term is larger.
-
     Source: https://arxiv.org/abs/1707.06347; verl ``compute_value_loss``; TRL.
     """
     unclipped_T = (values_T - returns_T).square()
@@ -43,7 +42,6 @@ def hl_gauss_target(returns_T: Tensor, edges: Tensor, sigma: float) -> Tensor:
 
     e are ascending, float64 ``[K + 1]``; a return outside the range counts as the nearer end.
     Returns float32 ``[K, T]``, of sum 1 over the bins.
-
     Source: Farebrother et al. 2024, "Stop Regressing", https://arxiv.org/abs/2403.03950.
     """
     inside_T = returns_T.double().clamp(edges[0], edges[-1])
@@ -58,7 +56,6 @@ def hl_gauss_loss(
 
     Logits are float ``[K, T]``. Returns the loss, and 1 where the return is outside the range, but
     for rounding (returns are computed as advantages plus values).
-
     Source: Farebrother et al. 2024, https://arxiv.org/abs/2403.03950.
     """
     target_KT = hl_gauss_target(returns_T, edges, sigma)

@@ -60,23 +60,23 @@ class Sequences:
     digest_B: Tensor | None = None
 
     def __post_init__(self) -> None:
-        def fill(name: str, make: Callable[[], Tensor]) -> None:
-            if getattr(self, name) is _DEFAULT:
-                object.__setattr__(self, name, make())
-
         def count(mask_T: Tensor) -> Tensor:
             sums_H = torch.segment_reduce(mask_T.double(), "sum", offsets=self.cu_seqlens)
             return sums_H.long()
 
         tokens, held = len(self.tokens_T), len(self.cu_seqlens) - 1
-        fill("routed_experts_T", lambda: torch.empty(tokens, 0, 0, dtype=torch.int16))
-        fill("end_mask_T", lambda: torch.zeros_like(self.response_mask_T))
-        fill("held_H", lambda: torch.arange(held))
-        fill("lengths_B", self.cu_seqlens.diff)
-        fill("response_B", lambda: count(self.response_mask_T))
-        fill("end_B", lambda: count(self.end_mask_T))
-        fill("inserted_B", lambda: torch.zeros_like(self.lengths_B))
-        fill("home_B", lambda: torch.full((held,), -1, dtype=torch.int32))
+        self._fill("routed_experts_T", lambda: torch.empty(tokens, 0, 0, dtype=torch.int16))
+        self._fill("end_mask_T", lambda: torch.zeros_like(self.response_mask_T))
+        self._fill("held_H", lambda: torch.arange(held))
+        self._fill("lengths_B", self.cu_seqlens.diff)
+        self._fill("response_B", lambda: count(self.response_mask_T))
+        self._fill("end_B", lambda: count(self.end_mask_T))
+        self._fill("inserted_B", lambda: torch.zeros_like(self.lengths_B))
+        self._fill("home_B", lambda: torch.full((held,), -1, dtype=torch.int32))
+
+    def _fill(self, name: str, make: Callable[[], Tensor]) -> None:
+        if getattr(self, name) is _DEFAULT:
+            object.__setattr__(self, name, make())
 
     @property
     def num_sequences(self) -> int:
@@ -145,8 +145,6 @@ class EpisodeIndex:
         return x_B.new_zeros(len(self.last_E)).index_add_(0, self.of_B, x_B)
 
     def sequences(self, episodes: Sequence[int]) -> list[int]:
-        if not self.has_branches:
-            return self.last_E[torch.as_tensor(episodes, dtype=torch.int64)].tolist()
         found: list[list[int]] = [[] for _ in self.last_E]
         for number, episode in enumerate(self.of_B.tolist()):
             found[episode].append(number)
@@ -186,12 +184,9 @@ class Batch(Sequences):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.episode_B is _DEFAULT:
-            object.__setattr__(self, "episode_B", torch.arange(self.num_sequences))
-        if self.parts_B is _DEFAULT:
-            object.__setattr__(self, "parts_B", torch.empty(self.num_sequences, 0))
-        if self.token_rewards_T is _DEFAULT:
-            object.__setattr__(self, "token_rewards_T", no_token_rewards(self.response_mask_T))
+        self._fill("episode_B", lambda: torch.arange(self.num_sequences))
+        self._fill("parts_B", lambda: torch.empty(self.num_sequences, 0))
+        self._fill("token_rewards_T", lambda: no_token_rewards(self.response_mask_T))
 
     @property
     def episodes(self) -> EpisodeIndex:

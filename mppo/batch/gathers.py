@@ -1,7 +1,6 @@
-"""Numbers of all sequences of a batch that is shared out, from those of the sequences held here.
+"""Each rank holds some of a batch's sequences. These functions gather a few numbers per sequence.
 
-Baselines, whitening, normalisers and metrics depend on all sequences. They are computed from a few
-numbers per sequence, which all ranks gather.
+Baselines, whitening, normalisers and metrics need them for all sequences.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mppo.algos.packing import cumulative
 from mppo.batch.batch import Batch, no_token_rewards
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.safety.input_error import InputError
@@ -16,16 +17,13 @@ from mppo.safety.input_error import InputError
 def pack_episodes(
     episodes: Sequence[Episode], end_slots_below: int = 0, bootstraps: bool = False
 ) -> Batch:
-    """Concatenate the episodes that this rank holds on one token axis.
+    """Concatenate the episodes that this rank holds on one token axis; no sequence has a home.
 
     Args:
         episodes: all, at least one; they may have no tokens. One without a score scores 0.
         end_slots_below: append an end slot (``Batch.end_mask_T``) to every response that stopped
-            with fewer tokens than this. The slot repeats the last token, which nothing reads.
+            with fewer tokens than this.
         bootstraps: append one to every response that was cut off by its length.
-
-    Returns:
-        Batch on the CPU; no sequence has a home.
     """
     if not episodes:
         raise InputError("a batch needs at least one episode")
@@ -46,8 +44,7 @@ def pack_episodes(
     held_H = torch.tensor(numbers, dtype=torch.int64)
     prompt_H, answer_H, slots_H = runs_B[held_H].unbind(1)
     lengths_H = runs_B[held_H].sum(1)
-    cu_seqlens = torch.zeros(len(held) + 1, dtype=torch.int64)
-    cu_seqlens[1:] = lengths_H.cumsum(0)
+    cu_seqlens = cumulative(lengths_H)
     slots = slots_H.tolist()
     tokens, answer = int(cu_seqlens[-1]), cu_seqlens[:-1] + prompt_H
     mask_T = _ones_at(tokens, answer, answer_H)

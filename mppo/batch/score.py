@@ -14,7 +14,7 @@ class ResponseScore:
     """The score of one response and the further numbers of the reward function.
 
     Args:
-        score: the outcome reward plus ``token_total``, the sum of the rewards of its tokens.
+        score: the outcome reward plus ``token_total``, which adds up the tokens' rewards.
         numbers: further numbers by name, such as ``acc`` and ``format``; they are logged.
         error: why there is no score, if ``score`` is the number of ``reward.on_error``.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of

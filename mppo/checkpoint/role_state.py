@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
-from mppo.models.hybrid_adam import resume_steps, steps_taken
+from mppo.models.adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages

@@ -21,24 +21,10 @@ import torch
 from torch import Tensor
 
 _CPU = torch.device("cpu")
-_FACTORIES = [
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-]
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones",
+    "ones_like", "rand", "randint", "randn", "tensor", "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
 _MODULES = (
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -60,15 +46,9 @@ class _Stream:
 
     def __init__(self, *args, **kwargs) -> None: ...
 
-    def wait_stream(self, stream) -> None: ...
+    def wait(self, *args, **kwargs) -> None: ...
 
-    def wait_event(self, event) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record(self, stream=None) -> None: ...
-
-    def wait(self, stream=None) -> None: ...
+    wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self, event=None) -> _Stream:
         return self
@@ -138,8 +118,7 @@ def _reduce_scatter(output, inputs, group=None, **kwargs):
         return torch.distributed.reduce_scatter(output, inputs, group=group, **kwargs)
     total = torch.cat(list(inputs))
     torch.distributed.all_reduce(total, group=group)
-    own = total.split([len(part) for part in inputs])[torch.distributed.get_rank(group)]
-    output.copy_(own)
+    output.copy_(total.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
     return None
 
 

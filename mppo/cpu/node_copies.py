@@ -1,21 +1,68 @@
 """One copy of tensors for all ranks of a node that need the same ones.
 
-A rank puts its tensors into memory that the others of its node map (``mppo.cpu.anonymous_file``).
-The memory has no name: it is gone when the last rank drops its tensors or ends in any way.
+A rank puts its tensors into memory that the others of its node map. The memory has no name in any
+file system. It exists as long as a process has it open or mapped: whatever kills the ranks, nothing
+is left behind.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import platform
+import secrets
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.cpu.anonymous_file import TOKEN, AnonymousFile, FileOffer, can_offer, map_offered
+TOKEN = 64
+"""Bytes at the beginning of a file; random ones at the start identify it."""
+
+
+class FileOffer(NamedTuple):
+    """Where another process of the same machine (``node``) finds a file: through /proc of the
+    process that made it. Its size includes the token, its first bytes."""
+
+    node: str
+    path: str
+    size: int
+    token: bytes
+
+
+class AnonymousFile:
+    """A file of ``size`` bytes, with those of the token, that this process made and others may map
+    until it is closed."""
+
+    def __init__(self, size: int) -> None:
+        self._file = os.memfd_create("mppo")
+        os.ftruncate(self._file, size)
+        token = secrets.token_bytes(TOKEN // 2)
+        os.pwrite(self._file, token, 0)
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.offer = FileOffer(platform.node(), path, size, token)
+
+    def close(self) -> None:
+        """Make the file unreachable for those who have not mapped it yet."""
+        os.close(self._file)
+
+
+def map_offered(offer: FileOffer | None) -> Tensor | None:
+    """The offered file as uint8 ``[size]``; None if this process cannot map it."""
+    if offer is None or offer.node != platform.node():
+        return None
+    try:
+        with open(offer.path, "rb") as file:
+            # in another container the process number may denote an unrelated process
+            known = os.fstat(file.fileno()).st_size == offer.size
+            if not known or file.read(len(offer.token)) != offer.token:
+                return None
+        return torch.from_file(offer.path, shared=True, size=offer.size, dtype=torch.uint8)
+    except (OSError, RuntimeError):  # cannot be opened or mapped
+        return None
 
 
 def nodes_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -32,7 +79,7 @@ _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]] = weakref.WeakKe
 
 
 def _find_nodes(group: dist.ProcessGroup) -> list[int]:
-    file = AnonymousFile(TOKEN) if can_offer() else None
+    file = AnonymousFile(TOKEN) if hasattr(os, "memfd_create") else None
     offers = _all_gather(None if file is None else file.offer, group)
     reached = (rank for rank, offer in enumerate(offers) if map_offered(offer) is not None)
     found = _all_gather(next(reached, dist.get_rank(group)), group)

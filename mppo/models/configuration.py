@@ -74,11 +74,18 @@ def transformer_config(
     except (TypeError, ValueError, AssertionError) as error:
         if not megatron.override_transformer_config:
             raise
-        raise _override_error(megatron, error) from error
+        why = f"Megatron-Core's TransformerConfig rejects it: {error}"
+        fix = "correct or remove the field that this message names"
+        key = "megatron.override_transformer_config"
+        issue = ConfigIssue(key, megatron.override_transformer_config, why, fix)
+        raise ConfigError([issue]) from error
     # not fields of Megatron's configuration; this package's modules read them
-    attributes = {"offload_activations": megatron.offload_activations, **family.config_attributes}
-    for name, value in attributes.items():
-        setattr(config, name, value)
+    vars(config).update(
+        offload_activations=megatron.offload_activations,
+        attn_logit_softcap=family.attn_logit_softcap,
+        mla_norm_epsilon=family.mla_norm_epsilon,
+        **family.config_attributes,
+    )
     return config
 
 
@@ -90,13 +97,13 @@ def fields_set(
     trained: bool = False,
 ) -> dict[str, Any]:
     """The configuration's fields before ``override_transformer_config`` applies."""
-    sequence_parallel = megatron.sequence_parallel and layout.tp > 1
+    recompute = megatron.recompute_granularity
     use_te = uses_transformer_engine(family)
     fused = fused_kernels(family, use_te, device.accumulates_weight_gradients())
     fused["gradient_accumulation_fusion"] &= trained  # needs DDP's buffers
     values = dict(
         **layout.megatron_sizes(),
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=megatron.sequence_parallel and layout.tp > 1,
         cp_comm_type=megatron.cp_comm_type if use_te else megatron.key_exchange(family.is_mla),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
@@ -136,16 +143,11 @@ def fields_set(
         # gloo nor torch for NCCL keeps the memory, only the tensor: the next one would overwrite it
         deallocate_pipeline_outputs=layout.vpp == 1,
         **fused,
-        **_recompute(megatron.recompute_granularity),
+        recompute_granularity=None if recompute == "none" else recompute,
     )
+    if recompute == "full":
+        values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     return values | family.transformer_kwargs
-
-
-def _override_error(megatron: MegatronConfig, error: Exception) -> ConfigError:
-    why = f"Megatron-Core's TransformerConfig rejects it: {error}"
-    fix = "correct or remove the field that this message names"
-    key = "megatron.override_transformer_config"
-    return ConfigError([ConfigIssue(key, megatron.override_transformer_config, why, fix)])
 
 
 def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
@@ -155,13 +157,3 @@ def _pipeline_chunks(layers: tuple[int, ...] | None) -> list[list[str]] | None:
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks
-
-
-def _recompute(granularity: str) -> dict:
-    if granularity == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    return {"recompute_granularity": None if granularity == "none" else granularity}

@@ -29,7 +29,6 @@ class MicroBatch:
         target_N: int64, the response tokens.
         index_N: int64 (device), position of each response token in the ``T``.
         origin_t: int64 (CPU), ``packing.origin``.
-        num_tokens: T.
         indices: the sequences, as indices into the batch.
     """
 
@@ -81,14 +80,12 @@ def cut(
     context: ContextPlace | None = None,
     merge_rows: bool = True,
 ) -> MicroBatch:
-    """Make a micro-batch of some sequences of a batch, on this rank's device.
+    """Make a micro-batch of some sequences that a batch holds on the CPU, on this rank's device.
 
     Args:
-        batch: the batch, on the CPU, which holds these sequences.
         indices: the sequences; an empty list gives a dummy of one padding sequence and N = 0.
         multiple: the model's token count is a multiple of this (sequence parallelism).
         mask_T: float ``[T]`` of the batch, 1 on the tokens to predict.
-        context: None without context parallelism.
         merge_rows: ``merge`` of ``split_context``.
     """
     chosen = batch.places(indices)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 
 def mark_sequence_parallel(parameter: torch.nn.Parameter, config: TransformerConfig) -> None:
@@ -37,21 +36,13 @@ class RMSNorm(torch.nn.Module):
         return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class LayerNorm(torch.nn.Module):
-    """Layer normalisation over the last dimension, with weight and bias."""
-
+class LayerNorm(torch.nn.LayerNorm):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs
     ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
         for parameter in self.parameters():
             mark_sequence_parallel(parameter, config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 NORMS: dict[str, type[torch.nn.Module]] = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}

@@ -13,17 +13,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
-from mppo.models.hybrid_adam import prepare_moments
+from mppo.models.adam import prepare_moments
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.moved_storages import MovedStorages
@@ -115,9 +111,7 @@ def _clip(gradients: list[torch.Tensor], max_norm: float, norm: float) -> None:
 class GradientBuffers:
     """Megatron's gradient buffers of a role, whose memory is freed outside of updates."""
 
-    def __init__(
-        self, chunks: Sequence[DistributedDataParallel], megatron: MegatronOptimizer
-    ) -> None:
+    def __init__(self, chunks: list[DistributedDataParallel], megatron: MegatronOptimizer) -> None:
         self._chunks, self._megatron = chunks, megatron
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from mppo.models.families.architectures import family_config
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
-from mppo.models.moe.construction import freeze_routers
+from mppo.models.moe.router import freeze_routers
 from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
 from mppo.models.role_weights import RoleWeights
@@ -122,7 +122,6 @@ class Role:
         return self.groups.is_last_stage and chunk == self.layout.vpp - 1
 
     def micro_batch_spec(self, training: bool) -> MicroBatchSpec:
-        """Size and number limits of micro-batches, for training or for a forward-only pass."""
         batching = self.settings.batching
         sequences = batching.ppo_micro_batch_size_per_gpu
         tokens = self.token_budget
@@ -135,7 +134,6 @@ class Role:
         return MicroBatchSpec(self.layout.dp, multiple, limits)
 
     def plan(self, batch: Sequences, training: bool) -> MicroBatchPlan:
-        """Plan the micro-batches of a pass over all sequences of a batch."""
         return self.micro_batch_spec(training).plan(batch.lengths_B.tolist())
 
     def predicted_B(self, batch: Sequences) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mppo.config.sections.role_config import RoleConfig
-from mppo.models.average import MovingAverage
 from mppo.models.heads.value_head import initial_std
 from mppo.models.stage import Stage
 from mppo.parallel import device
@@ -23,6 +24,40 @@ from mppo.weights.slices.source import SliceSource
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.checkpoint import load_weights
+
+
+class MovingAverage:
+    """Float32 averages of this rank's shards, in host memory, initialised with the weights. Every
+    rank averages its own shards, without communication: the average of a shard is the shard of the
+    average, in every layout. Source: DeepSpeed-Chat ``moving_average`` and OpenRLHF
+    ``--enable_ema``, both with a decay of 0.992."""
+
+    def __init__(self, stages: Sequence[Stage], decay: float) -> None:
+        self.decay = decay
+        self._weights = [p for stage in stages for p in stage.parameters()]
+        self._averages = [p.detach().float().cpu().clone() for p in self._weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """``average = decay * average + (1 - decay) * weight``, once per optimizer step."""
+        for average, weight in zip(self._averages, self._weights):
+            average.lerp_(weight.to(average.device, average.dtype), 1.0 - self.decay)
+
+    def of_parameters(self) -> dict[int, Tensor]:
+        return {id(p): average for p, average in zip(self._weights, self._averages)}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the context the model holds the averages, rounded to its dtype."""
+        kept = [p.data for p in self._weights]
+        try:
+            with torch.no_grad():
+                for p, average in zip(self._weights, self._averages):
+                    p.data = average.to(p.device, p.dtype)
+            yield
+        finally:
+            for p, data in zip(self._weights, kept):
+                p.data = data
 
 
 class RoleWeights:
@@ -69,20 +104,10 @@ class RoleWeights:
 
     def save(self, folder: Path) -> Path | None:
         """Write the current weights as a Hugging Face folder, with the initial config and
-        tokenizer. Collective.
-
-        Returns:
-            On the first rank, the new path of a folder that bore the name and that mppo had not
-            written (``save_hf``); otherwise None.
-        """
+        tokenizer; returns as ``save_hf``. Collective."""
         with self._groups.active():
-            return save_hf(
-                folder,
-                self._stages,
-                self._hf_config,
-                self._groups,
-                source=companion_folder(self._folder),
-            )
+            source = companion_folder(self._folder)
+            return save_hf(folder, self._stages, self._hf_config, self._groups, source=source)
 
     def save_average(self, folder: Path) -> Path | None:
         assert self.average is not None, "the role keeps no moving average"

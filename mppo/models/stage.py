@@ -35,14 +35,11 @@ from mppo.models.attention.packing import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.configuration import uses_transformer_engine
 from mppo.models.families.family import FamilyConfig
-from mppo.models.families.parallel_layer import ParallelLayer
-from mppo.models.families.sandwich_layer import SandwichLayer
-from mppo.models.heads.last_layer import LastLayer, with_early_select
+from mppo.models.families.layers import LastLayer, ParallelLayer, SandwichLayer, with_early_select
 from mppo.models.heads.value_head import ValueHead
 from mppo.models.microbatch import MicroBatch
-from mppo.models.moe.construction import pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.moe.experts import SortedExperts
-from mppo.models.moe.router import Router
+from mppo.models.moe.router import Router, pass_packing_to_routers, reduce_over_expert_data_parallel
 from mppo.models.norm import NORMS
 from mppo.models.offload import offloaded_activations
 from mppo.parallel import device
@@ -101,12 +98,9 @@ class Stage(GPTModel):
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def forward_packed(self, tokens_T: Tensor, packing: Packing) -> Tensor:
-        """Run the chunk over a micro-batch of int64 tokens ``[T]``.
-
-        Returns:
-            Hidden states ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism; of
-            the last chunk ``[N, 1, hidden]`` where it ``selects_early``.
-        """
+        """Run the chunk over a micro-batch of int64 tokens ``[T]``; return its hidden states
+        ``[T, 1, hidden]``, ``[T / tp, 1, hidden]`` under sequence parallelism, and of the last
+        chunk, where it ``selects_early``, ``[N, 1, hidden]``."""
         params = _as_thd(packing) if self.uses_transformer_engine else packing
         # set by transformer_config
         offload = vars(self.config)["offload_activations"] and torch.is_grad_enabled()
@@ -240,13 +234,8 @@ def forward_step_function(
     finish: Callable[[Tensor, MicroBatch], Any],
     objective: Callable[[Any, tuple[int, ...]], tuple[Tensor, Any]] | None,
 ) -> Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable]]:
-    """Make the ``forward_step_func`` of Megatron's passes.
-
-    Args:
-        finish: computes a micro-batch's outputs from the output of the model's last chunk.
-        objective: loss and statistics; the losses' gradients are summed unscaled. None: forward
-            only.
-    """
+    """Make the ``forward_step_func`` of Megatron's passes. ``finish`` computes a micro-batch's
+    outputs from those of the model's last chunk; ``objective`` None: forward only."""
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module):
         microbatch = next(iterator)

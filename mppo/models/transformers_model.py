@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mppo.models.families.activations import activation_name
+from mppo.models.families.family import activation_name
 from mppo.models.families.rope import mla_scale_factor
 from mppo.weights.shape import check_family, family_like, model_shape
 
@@ -34,15 +34,14 @@ _GROUPED_ALIGNMENT = 16
 """torch's grouped product needs rows of a multiple of this many bytes."""
 
 
-def load_model(folder: str | Path, attention: str = "eager") -> PreTrainedModel:
-    """Load the model of a Hugging Face folder in float32, in eval mode; code in it is never run.
-    ``attention`` names transformers' implementation. ValueError: the model is not supported."""
+def load_model(folder: str | Path) -> PreTrainedModel:
+    """Load the model of a Hugging Face folder in float32, in eval mode; code in it is never run."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         trust_remote_code=False,
         use_safetensors=True,
-        **_arguments(config, torch.float32, attention),
+        **_arguments(config, torch.float32, "eager"),
     )
     return _corrected(model).eval()
 
@@ -79,7 +78,6 @@ def _has_grouped_product(config: PretrainedConfig, dtype: torch.dtype) -> bool:
 
 
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
-    """Add the factor of YaRN that DeepSeek-V2 lacks."""
     if model.config.model_type == "deepseek_v2":
         factor = mla_scale_factor(model.config)
         decoder: Any = model.get_decoder()  # transformers does not annotate the layers

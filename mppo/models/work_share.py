@@ -1,9 +1,8 @@
 """The sequences that a rank works on in a pass: from their homes, and the results back.
 
-Between passes every rank holds the tokens of the sequences whose home it is. A pass needs them on
-the ranks of the plan: ids and masks on all ranks of a data-parallel replica, what the loss reads
-only on the last pipeline stage, expert choices only of the stage's own layers. One all-to-all moves
-them there, and one the outputs back.
+A pass needs ids and masks on all ranks of a data-parallel replica, what the loss reads only on the
+last pipeline stage, expert choices only of the stage's own layers. One all-to-all moves them there,
+and one the outputs back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs, stack_outputs
+from mppo.models.heads.outputs import HeadOutputs, tensors_of
 from mppo.models.microbatch import MicroBatch
 from mppo.models.mini_batch import PassInputs
 from mppo.parallel import device
@@ -156,7 +155,7 @@ def output_rows(
     if parts:
         where = torch.cat([microbatch.tokens_in(batch) for microbatch in microbatches])
         # one copy for all micro-batches
-        rows_Tk[where] = torch.cat([stack_outputs(part) for part in parts], dim=1).cpu().T
+        rows_Tk[where] = torch.cat([torch.stack(tensors_of(part)) for part in parts], dim=1).cpu().T
     return rows_Tk
 
 

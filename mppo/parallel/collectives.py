@@ -1,9 +1,7 @@
 """Collectives of Python objects, of flags and of tensors whose length differs between ranks.
 
-``torch.distributed``'s own calls serve tensors of equal shape on the models' device. Every other
-exchange of the package goes through this module, except those in ``mppo.cpu``, which lies below and
-maps tensors into several ranks. All exchanges here are of CPU tensors: a
-rank that waits for the others must not occupy its GPU, where a rollout server may be generating.
+All exchanges here are of CPU tensors: a rank that waits for the others must not occupy its GPU,
+where a rollout server may be generating.
 """
 
 from __future__ import annotations

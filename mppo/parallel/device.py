@@ -1,8 +1,6 @@
 """The device seam: the only place that decides between CUDA with NCCL and the CPU with gloo.
 
-Other modules call ``device()``. On a machine without a GPU, ``prepare_megatron`` makes
-Megatron-Core run on the CPU (see ``mppo.cpu.megatron_stand_ins``); with one it only defines
-what Megatron misses without Transformer Engine (``mppo.parallel.megatron_without_te``).
+On a machine without a GPU, ``prepare_megatron`` makes Megatron-Core run on the CPU.
 """
 
 from __future__ import annotations
@@ -21,19 +19,14 @@ from typing import Any
 
 import torch
 
-from mppo.parallel import staged_group
-from mppo.parallel.node import numa
-from mppo.parallel.node.gpu_driver import check_gpus
+from mppo.parallel import node, staged_group
+from mppo.parallel.node import check_gpus
 from mppo.safety.input_error import InputError
 
 
 def check() -> None:
-    """Check that the device named by ``MPPO_DEVICE`` exists, or by default that GPUs are usable.
-
-    Raises:
-        InputError: the device does not exist, the variable has another value than cpu or cuda, or
-            it is unset on a node whose GPUs torch does not see.
-    """
+    """InputError unless the device named by ``MPPO_DEVICE`` exists, or by default the node's GPUs
+    are usable."""
     name = os.environ.get("MPPO_DEVICE", "")
     if name not in ("", "cpu", "cuda"):
         raise InputError(f"MPPO_DEVICE={name}: choose cpu or cuda, or leave it unset")
@@ -94,19 +87,15 @@ def nbytes() -> int | None:
 
 def select(local_rank: int, ranks_on_node: int) -> None:
     """Select this rank's GPU and the cores near it, and its number of threads; InputError as
-    ``check``.
-
-    ``local_rank`` is taken modulo the number of visible GPUs, since some launchers show each rank
-    only its own. Each rank uses as many threads as its share of the cores, unless the user set
-    ``OMP_NUM_THREADS`` to something other than torchrun's 1.
-    """
+    ``check``. Some launchers show each rank only its own GPU. The threads are the rank's share of
+    the cores, unless ``OMP_NUM_THREADS`` is something other than torchrun's 1."""
     check()
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, (cores or 1) // ranks_on_node))
     if is_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        numa.bind(_pci_address())
+        node.bind_cores(_pci_address())
 
 
 def _pci_address() -> str:
@@ -166,14 +155,10 @@ def give_back_memory() -> None:
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """Allocate host memory, uint8 ``[nbytes]``, not initialised, pinned on CUDA.
-
-    It has whole pages of its own, because CUDA pins pages and refuses to pin one twice, and no more
-    of them than asked: ``torch.empty(..., pin_memory=True)`` allocates the next power of two.
-
-    Raises:
-        MemoryError: the host has too little memory, or may not pin it.
-    """
+    """Allocate host memory, uint8 ``[nbytes]``, not initialised, pinned on CUDA; MemoryError if the
+    host has too little, or may not pin it. It has whole pages of its own, because CUDA pins pages
+    and refuses to pin one twice, and no more of them than asked:
+    ``torch.empty(..., pin_memory=True)`` allocates the next power of two."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
@@ -261,7 +246,7 @@ def visible_gpus(indices: Sequence[int]) -> dict[str, str]:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory in bytes: allocated on the GPU; on the CPU the process's resident set."""
+    """Allocated on the GPU; on the CPU the process's resident set."""
     if is_cuda():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -269,7 +254,6 @@ def peak_memory_bytes() -> int:
 
 
 def peak_reserved_bytes() -> int:
-    """Peak memory in bytes that the allocator reserved; on the CPU :func:`peak_memory_bytes`."""
     return torch.cuda.max_memory_reserved() if is_cuda() else peak_memory_bytes()
 
 
@@ -290,12 +274,11 @@ def memory_summary() -> str:
 
 
 def device_random_state() -> torch.Tensor | None:
-    """Return the GPU's random state; None on the CPU, where torch's own state is all there is."""
+    """None on the CPU, where torch's own state is all there is."""
     return torch.cuda.get_rng_state() if is_cuda() else None
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Restore a saved random state of the GPU; no effect on the CPU."""
     if is_cuda():
         torch.cuda.set_rng_state(state)
 
@@ -338,9 +321,7 @@ def prepare_megatron() -> None:
 
         megatron_stand_ins.install()
     elif has_transformer_engine() and not accumulates_weight_gradients():
-        from mppo.parallel import weight_gradients
-
-        weight_gradients.install()
+        megatron_without_te.fuse_weight_gradients()
     megatron_without_te.install()
     shared_groups.install(backend())
 

@@ -42,8 +42,7 @@ def _restore(state: dict[str, object]) -> None:
 
 
 def _own_group(group: object) -> dist.ProcessGroup:
-    """A group that this rank belongs to; torch types the others as an int or None."""
-    return cast(dist.ProcessGroup, group)
+    return cast(dist.ProcessGroup, group)  # of other ranks' groups torch returns an int or None
 
 
 class LayoutGroups:
@@ -114,8 +113,7 @@ class LayoutGroups:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this rank reports the results of its data-parallel replica: it is on the last
-        pipeline stage and first along the tensor and context axes."""
+        """Whether this rank reports the results of its data-parallel replica."""
         return self.is_last_stage and self.coordinates.tp == 0 and self.coordinates.cp == 0
 
 

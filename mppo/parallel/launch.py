@@ -59,11 +59,8 @@ def quiet_libraries() -> None:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read rank, world size and rendezvous from the launcher of this process. Collective under MPI.
-
-    Raises:
-        InputError: the launcher's variables are incomplete, or MPI is needed and missing.
-    """
+    """Read rank, world size and rendezvous from the launcher of this process; InputError if its
+    variables are incomplete, or MPI is needed and missing. Collective under MPI."""
     environ = os.environ if environ is None else environ
     return _READERS[launcher(environ)](environ)
 

@@ -7,18 +7,9 @@ apart. For experts the order is ``etp-ep-edp-pp`` on the same ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from mppo.safety.input_error import InputError
-
-
-class MegatronSizes(TypedDict):
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    context_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Layout:
                 f"{self.etp * self.ep * self.pp}"
             )
 
-    def megatron_sizes(self) -> MegatronSizes:
+    def megatron_sizes(self) -> dict[str, Any]:
         """Return the sizes by the names that Megatron's parallel state and configurations share."""
         return {
             "tensor_model_parallel_size": self.tp,

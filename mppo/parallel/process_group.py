@@ -46,12 +46,8 @@ def process_group(info: LaunchInfo, timeout_s: float) -> Iterator[None]:
 
 
 def init_process_group(info: LaunchInfo, timeout_s: float) -> None:
-    """Select this rank's device and join the default process group. Collective.
-
-    Raises:
-        InputError: the rendezvous port is in use, or the device of ``MPPO_DEVICE`` is missing.
-        RuntimeError: torchrun has exited, or a rank did not join within ``timeout_s``.
-    """
+    """Select this rank's device and join the default process group. Collective. RuntimeError:
+    torchrun has exited, or a rank did not join within ``timeout_s``."""
     device.select(info.local_rank, info.local_world_size)
     if info.world_size > info.local_world_size and resolves_to_loopback():
         # gloo would give the other nodes the loopback address at which the host name resolves

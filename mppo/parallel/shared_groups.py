@@ -12,11 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-PIPELINE_BACK, PIPELINE_WRAP, PIPELINE_WRAP_BACK = (
-    "PIPELINE_BACK_GROUP",
-    "PIPELINE_WRAP_GROUP",
-    "PIPELINE_WRAP_BACK_GROUP",
-)
+PIPELINE_BACK = "PIPELINE_BACK_GROUP"
+PIPELINE_WRAP, PIPELINE_WRAP_BACK = "PIPELINE_WRAP_GROUP", "PIPELINE_WRAP_BACK_GROUP"
 """Descriptions of the groups of messages that ``LayoutGroups`` adds to Megatron's."""
 
 _ACROSS_STAGES = (

@@ -20,25 +20,12 @@ from torch._C._distributed_c10d import Store
 BACKEND = "staged"
 """Name of the backend in torch.distributed."""
 
-_COLLECTIVES = {
-    name: name
-    for name in (
-        "allgather",
-        "_allgather_base",
-        "allgather_coalesced",
-        "allreduce",
-        "allreduce_coalesced",
-        "alltoall",
-        "alltoall_base",
-        "broadcast",
-        "gather",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "_reduce_scatter_base",
-        "scatter",
-    )
-} | {
+_SAME_NAMES = (
+    "allgather", "_allgather_base", "allgather_coalesced", "allreduce", "allreduce_coalesced",
+    "alltoall", "alltoall_base", "broadcast", "gather", "recv", "reduce", "reduce_scatter",
+    "_reduce_scatter_base", "scatter",
+)  # fmt: skip
+_COLLECTIVES = {name: name for name in _SAME_NAMES} | {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",

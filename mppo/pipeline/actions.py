@@ -60,7 +60,7 @@ class Action(NamedTuple):
 class RoleWork:
     """The passes and optimizer steps of one role in an update, with their costs.
 
-    All costs are in one arbitrary unit of time; ``mppo.pipeline.costs`` makes them exact.
+    All costs are in one arbitrary unit of time; ``mppo.pipeline.simulation`` makes them exact.
 
     Args:
         micro_batches: number of micro-batches of each mini-batch (optimizer step), per

@@ -1,15 +1,14 @@
-"""Validation of a schedule's lists before they run, by executing them symbolically, twice.
+"""Validation of a schedule's lists before they run.
 
-In the first execution a pass blocks until its message has arrived, and "norm" is a barrier of all
-stages: lists that complete do not deadlock where nothing else waits. It also checks that the
-messages from a stage to its neighbour are sent in the order in which the neighbour posts its
-receives. The second one (``stage_events.hang_of``) follows the rules of GPUs: sends that need a
-receiver, streams, communicators, hardware queues, and hosts that wait for their streams.
+Every stage's list has all actions, each after those that it depends on. ``stage_events.hang_of``
+then executes the lists of all stages by the rules of GPUs: sends that need a receiver, streams,
+communicators, hardware queues, and hosts that wait for their streams. It pairs the messages of two
+neighbours in the order of their lists.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
@@ -19,9 +18,7 @@ from mppo.pipeline.actions import (
     COMPUTE,
     Action,
     ActionKind,
-    Numbers,
     RoleWork,
-    StageLists,
     memory_shares,
 )
 from mppo.pipeline.schedule import Schedule, make_schedule
@@ -62,20 +59,12 @@ def check_schedule(schedule: Schedule) -> None:
 
 def check_lists(schedule: Schedule) -> None:
     """Raise ScheduleFault if an action is missing, duplicated or precedes another that it depends
-    on, the lists deadlock with blocking receives, or a stage holds more activations than in
-    Megatron's schedules."""
+    on, or a stage holds more activations than in Megatron's schedules."""
     stages = len(schedule.lists)
     for stage, actions in enumerate(schedule.lists):
         _check_actions(schedule, actions, stage, stages)
         _check_order(schedule, actions)
         _check_in_flight(schedule, actions, stage, stages)
-    run_blocking(schedule.lists)
-
-
-def run_blocking(lists: StageLists) -> None:
-    """Execute the lists symbolically, with blocking receives; ScheduleFault if the stages deadlock,
-    a message is paired with another's receive, or a message or a receive is left over."""
-    _BlockingRun(lists).run()
 
 
 def _check_actions(schedule: Schedule, actions: Sequence[Action], stage: int, stages: int) -> None:
@@ -143,77 +132,3 @@ def _check_in_flight(
             raise ScheduleFault(
                 f"stage {stage} holds {held / whole:.2f} of Megatron's activations at {action}"
             )
-
-
-class _BlockingRun:
-    def __init__(self, lists: StageLists) -> None:
-        self._lists = lists
-        self._next = [0] * len(lists)
-        self._down: list[deque[Numbers]] = [deque() for _ in lists]
-        self._up: list[deque[Numbers]] = [deque() for _ in lists]
-        self._receives_down: list[deque[Numbers]] = [deque() for _ in lists]
-        self._receives_up: list[deque[Numbers]] = [deque() for _ in lists]
-        self._inputs, self._gradients = (
-            [{action.numbers for action in actions if action.kind == kind} for actions in lists]
-            for kind in _RECEIVES.values()
-        )
-
-    def run(self) -> None:
-        """Advance the stages until none can proceed, then check that all lists are complete."""
-        while any([self._advance(stage) for stage in range(len(self._lists))]) or self._pass_norm():
-            pass
-        for stage, actions in enumerate(self._lists):
-            if self._next[stage] < len(actions):
-                raise ScheduleFault(f"stage {stage} waits forever at {actions[self._next[stage]]}")
-        for queues in (self._down, self._up, self._receives_down, self._receives_up):
-            if any(queues):
-                raise ScheduleFault(f"messages or receives are left over: {queues}")
-
-    def _advance(self, stage: int) -> bool:
-        begin = self._next[stage]
-        while self._next[stage] < len(self._lists[stage]):
-            if not self._execute(stage, self._lists[stage][self._next[stage]]):
-                break
-            self._next[stage] += 1
-        return self._next[stage] > begin
-
-    def _execute(self, stage: int, action: Action) -> bool:
-        stages, numbers = len(self._lists), action.numbers
-        if action.kind == "norm":
-            return False
-        if action.kind == "receive_input":
-            self._receives_down[stage].append(numbers)
-        elif action.kind == "receive_gradient":
-            self._receives_up[stage].append(numbers)
-        elif action.kind == "send_output":
-            # the first stage receives it for the next chunk
-            chunk = action.chunk + (stage == stages - 1)
-            self._down[(stage + 1) % stages].append((*numbers[:-1], chunk))
-        elif action.kind == "send_gradient":
-            chunk = action.chunk - (stage == 0)
-            self._up[(stage - 1) % stages].append((*numbers[:-1], chunk))
-        elif action.kind == "forward" and numbers in self._inputs[stage]:
-            return _take(self._down[stage], self._receives_down[stage], action)
-        elif action.kind == "backward" and numbers in self._gradients[stage]:
-            return _take(self._up[stage], self._receives_up[stage], action)
-        return True
-
-    def _pass_norm(self) -> bool:
-        here = {
-            actions[at] if at < len(actions) else None
-            for actions, at in zip(self._lists, self._next, strict=True)
-        }
-        if len(here) > 1 or (action := here.pop()) is None or action.kind != "norm":
-            return False
-        self._next = [at + 1 for at in self._next]
-        return True
-
-
-def _take(messages: deque[Numbers], receives: deque[Numbers], action: Action) -> bool:
-    if not messages:
-        return False
-    message, receive = messages.popleft(), receives.popleft() if receives else None
-    for found in (message, receive):
-        if found != action.numbers:
-            raise ScheduleFault(f"{action} is paired with the message of {found}")
-    return True

@@ -23,10 +23,72 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal, NamedTuple
 
-from mppo.pipeline.rank_events import RankEvent, Rules, complete_in_order
-
+EventKind = Literal["kernel", "send", "receive", "collective", "stream_wait", "host_wait"]
 _NOTHING = -1
+
+
+class RankEvent(NamedTuple):
+    """Something that the host of a rank does; each rank has a list of them, in order.
+
+    Args:
+        kind: "kernel": computation on ``stream`` that waits for nothing else and ends. "send",
+            "receive", "collective": start a communication; the host and ``stream`` do not wait for
+            it. "stream_wait": ``stream`` waits. "host_wait": the host waits. (A blocking
+            operation of torch is the communication and a "stream_wait" for it; a blocking
+            ``Work.wait()`` of a CPU tensor's operation is a "host_wait".)
+        stream: the stream that is current on the host; for "host_wait" without ``until`` and
+            ``whole_device`` the stream that it waits for.
+        group: of a communication: name of the process group; the same on all its ranks, and
+            different for groups with communicators of their own.
+        peer: of a message: index of the other rank's list.
+        ranks: of a collective: indices of its ranks' lists.
+        until: of a wait: index in the rank's own list of an earlier event. Its end is awaited. An
+            event that is recorded on a stream is the last kernel of that stream, or a "kernel" of
+            its own.
+        whole_device: of a "host_wait": it waits for all streams, as freeing device memory does.
+        on_host: of a communication: it runs beside the device (gloo), as soon as it is issued.
+        batch: communications with the same number other than 0 that directly follow each other
+            are one operation of the group's own communicator (``batch_isend_irecv``).
+        message: what a communication carries, such as shape and type; None: not known. Its ranks
+            must agree.
+        label: describes the event in the report, such as its line of source.
+    """
+
+    kind: EventKind
+    stream: Hashable = "compute"
+    group: Hashable = None
+    peer: int = -1
+    ranks: tuple[int, ...] = ()
+    until: int | None = None
+    whole_device: bool = False
+    on_host: bool = False
+    batch: int = 0
+    message: Hashable = None
+    label: object = ""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the events wait for.
+
+    Args:
+        rendezvous: a send ends only when its receive has started; False: NCCL's buffers hold it.
+        pair_communicators: two ranks of a group have a communicator for their messages (process
+            groups of torch that are initialized when they are first used); False: they use the
+            communicator of the whole group, as groups do that are bound to a device.
+        queues: number of hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``). Streams take them in
+            turn, in the order of their first use.
+        host_waits: what the host also waits for after every kernel: "nothing"; the kernel's
+            "stream", as a copy of a count to the host does; or the whole "device", as the
+            allocator does when it returns memory, and the first launch of a kernel.
+    """
+
+    rendezvous: bool = True
+    pair_communicators: bool = True
+    queues: int = 1
+    host_waits: Literal["nothing", "stream", "device"] = "nothing"
 
 
 def find_hang(
@@ -39,15 +101,6 @@ def find_hang(
     reaches the end of its list; else a description: the events that wait for each other (of each
     rank's the first, where its host waits, and the last), or the communication without a partner.
     """
-    if complete_in_order(lists, rules):
-        return None
-    return find_circle(lists, rules, ranks)
-
-
-def find_circle(
-    lists: Sequence[Sequence[RankEvent]], rules: Rules, ranks: Sequence[int] | None = None
-) -> str | None:
-    """``find_hang`` by all events and all that they wait for."""
     graph = _Graph()
     names = _Names(lists, ranks or range(len(lists)))
     partners = _Partners()
@@ -61,8 +114,11 @@ class _Names:
     lists: Sequence[Sequence[RankEvent]]
     ranks: Sequence[int]
 
+    def event(self, rank: int, at: int) -> RankEvent:
+        return self.lists[rank][at]
+
     def name(self, rank: int, at: int) -> str:
-        event = self.lists[rank][at]
+        event = self.event(rank, at)
         text = f"rank {self.ranks[rank]}: {event.kind}"
         if event.group is not None:
             text += f" in {event.group}"
@@ -75,7 +131,7 @@ class _Names:
         for _, group in groupby((*places[start:], *places[:start]), key=lambda place: place[0]):
             # of one rank's events: the first, where its host waits, and the last
             first, *others = group
-            waits = [one for one in others if self.lists[one[0]][one[1]].kind == "host_wait"]
+            waits = [one for one in others if self.event(*one).kind == "host_wait"]
             shown += dict.fromkeys((first, *waits[-1:], *others[-1:]))
         return " waits for ".join(self.name(*place) for place in (*shown, shown[0]))
 
@@ -166,30 +222,25 @@ class _Partners:
             self.members.setdefault(group, set()).update(event.ranks)
             self.collectives.setdefault(group, {}).setdefault(rank, []).append((start, end, at))
             return
-        sends = event.kind == "send"
-        table, pair = (self.sends, (rank, event.peer)) if sends else (
-            self.receives, (event.peer, rank))  # fmt: skip
+        pair, table = (rank, event.peer), self.sends
+        if event.kind == "receive":
+            pair, table = (event.peer, rank), self.receives
         table.setdefault((event.group, event.on_host, *pair), []).append((start, end, rank, at))
 
     def join(self, graph: _Graph, rules: Rules, names: _Names) -> str | None:
         """Let each communication wait for its partners; describe one that has none."""
-        lists = names.lists
         for key in self.sends.keys() | self.receives.keys():
             sends, receives = self.sends.get(key, []), self.receives.get(key, [])
             for (s_start, s_end, *sender), (r_start, r_end, *receiver) in zip(
                 sends, receives, strict=False
             ):
-                sent, received = lists[sender[0]][sender[1]], lists[receiver[0]][receiver[1]]
-                if sent.message != received.message and None not in (
-                    sent.message,
-                    received.message,
-                ):
+                messages = {names.event(*sender).message, names.event(*receiver).message}
+                if len(messages - {None}) > 1:
                     return f"{names.name(*sender)} is received by {names.name(*receiver)}"
                 graph.edge(s_start, r_end)
                 if rules.rendezvous:
                     graph.edge(r_start, s_end)
-            left = [*sends[len(receives) :], *receives[len(sends) :]]
-            if left:
+            if left := [*sends[len(receives) :], *receives[len(sends) :]]:
                 return f"{names.name(*left[0][2:])} has no partner"
         for group, by_rank in self.collectives.items():
             members = self.members[group]
@@ -201,16 +252,12 @@ class _Partners:
                 places = [(rank, at) for rank, (_, _, at) in zip(by_rank, parts)]
                 first, *others = places
                 for place in others:
-                    if _event(lists, place).message != _event(lists, first).message:
+                    if names.event(*place).message != names.event(*first).message:
                         return f"{names.name(*place)} meets {names.name(*first)}"
                 joined = graph.node(graph.place[parts[0][0]], *(start for start, *_ in parts))
                 for _, end, _ in parts:
                     graph.edge(joined, end)
         return None
-
-
-def _event(lists: Sequence[Sequence[RankEvent]], place: tuple[int, int]) -> RankEvent:
-    return lists[place[0]][place[1]]
 
 
 class _Issue:

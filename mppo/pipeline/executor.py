@@ -65,8 +65,6 @@ def carry_out(
     """Execute this stage's list; return False if ``step`` ended the update early.
 
     Args:
-        actions: the list. It comes from a schedule that ``mppo.pipeline.checks.check_schedule`` has
-            accepted, or from ``forward_list``.
         work: the operations of each role, by name; the list of an update needs ``StageWork``.
         phase_names: name of the phase (``mppo.supervision.phase``) of each role's actions; None:
             the caller's phase.

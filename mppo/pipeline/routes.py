@@ -11,7 +11,6 @@ MessageGroup = Literal["pp", "pp_back", "pp_wrap", "pp_wrap_back"]
 
 
 MessageKind = Literal["receive_input", "receive_gradient", "send_output", "send_gradient"]
-"""Kinds of actions that send or receive a message."""
 
 
 class Route(NamedTuple):
@@ -50,7 +49,6 @@ def kept_sends(stage: int, stages: int, chunks: int) -> tuple[int, int]:
     holds on the previous stage, which has therefore consumed all but the last ``most_in_flight``
     gradients. The last stage consumes a gradient from the first stage when it computes the
     backward passes of the previous chunk, as many passes later as there are stages.
-
     """
     work = RoleWork("", (), chunks=chunks)
     gradients = work.most_in_flight(stage - 1, stages) if stage else stages

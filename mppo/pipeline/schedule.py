@@ -10,8 +10,14 @@ from itertools import product
 
 from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists, is_interleaved
-from mppo.pipeline.greedy import greedy_orders
-from mppo.pipeline.simulation import Simulation, Step, simulate, stage_order, steps_of
+from mppo.pipeline.simulation import (
+    Simulation,
+    Step,
+    greedy_orders,
+    simulate,
+    stage_order,
+    steps_of,
+)
 from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
 
@@ -74,19 +80,15 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     candidates = _candidates(kind, roles, stages)
     safe: Schedule | None = None
     for simulation, stream in candidates:
-        if safe is not None and (
-            is_interleaved(roles) or simulation.end > _SLOWER * safe.simulation.end
-        ):
+        if safe and (is_interleaved(roles) or simulation.end > _SLOWER * safe.simulation.end):
             break
         schedule = _with_lists(kind, roles, stream, simulation)
         if not is_interleaved(roles) and hang_of(schedule.lists, roles, "device") is None:
             return schedule
         if safe is None and hang_of(schedule.lists, roles) is None:
             safe = schedule
-    if safe is not None:
-        return safe
     simulation, stream = candidates[0]
-    return _with_lists(kind, roles, stream, simulation)
+    return safe or _with_lists(kind, roles, stream, simulation)
 
 
 _SLOWER = 1.1
@@ -172,9 +174,8 @@ def _of_step(kind: ActionKind, roles: Sequence[RoleWork], step: Step) -> Action:
 def _with_messages(
     actions: Sequence[Action], roles: Sequence[RoleWork], stage: int, stages: int
 ) -> list[Action]:
-    """Add sends and receives to a stage's list.
-
-    The first stage follows the last one in the next chunk.
+    """Add sends and receives to a stage's list; the first stage follows the last one in the next
+    chunk.
 
     A message is sent directly after the pass that computes it. A receive is posted directly before
     the pass that needs the message. A receive that is posted earlier would let the message arrive

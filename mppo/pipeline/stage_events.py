@@ -12,8 +12,7 @@ from typing import Literal
 
 from mppo.parallel.environment import QUEUES, QUEUES_INTERLEAVED
 from mppo.pipeline.actions import Action, Numbers, RoleWork, StageLists, is_interleaved
-from mppo.pipeline.deadlock import find_hang
-from mppo.pipeline.rank_events import RankEvent, Rules
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 from mppo.pipeline.routes import MessageKind, kept_sends, route
 
 
@@ -58,8 +57,7 @@ class _Stage:
                 case "send_output" | "send_gradient":
                     self._send(action, action.kind)
                 case "reduce":
-                    alone = (self._stage,)
-                    group = "reduce", self._stage
+                    group, alone = ("reduce", self._stage), (self._stage,)
                     event = RankEvent("collective", group=group, ranks=alone, label=action)
                     self._reductions[action.role] = self._add(event)
                 case "norm":
@@ -77,10 +75,8 @@ class _Stage:
 
     def _receive(self, action: Action, kind: MessageKind) -> None:
         group, peer = route(kind, self._stage, self._stages)
-        at = self._add(
-            RankEvent("receive", group=group, peer=peer, message=action.numbers, label=action)
-        )
-        self._received[kind, action.numbers] = at
+        event = RankEvent("receive", group=group, peer=peer, message=action.numbers, label=action)
+        self._received[kind, action.numbers] = self._add(event)
 
     def _pass(self, action: Action) -> None:
         message = "receive_input" if action.kind == "forward" else "receive_gradient"
@@ -122,16 +118,8 @@ class _Stage:
         self, group: str, ranks: tuple[int, ...], action: Action, on_host: bool = False
     ) -> int:
         message = action.role, action.mini_batch
-        return self._add(
-            RankEvent(
-                "collective",
-                group=group,
-                ranks=ranks,
-                on_host=on_host,
-                message=message,
-                label=action,
-            )
-        )
+        event = RankEvent("collective", group=group, ranks=ranks, message=message, label=action)
+        return self._add(event._replace(on_host=on_host))
 
     def _step(self, action: Action) -> None:
         norm, statistics = self._norms.pop(action.role)

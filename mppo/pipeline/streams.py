@@ -62,11 +62,10 @@ class Stream:
 def candidate_streams(kind: ScheduleKind, roles: Sequence[RoleWork], stages: int) -> list[Stream]:
     """List the streams that a kind of schedule permits; the first one is its usual form.
 
-    Args:
-        kind: "sequential" drains the pipeline after every mini-batch of every role. "fused" drains
-            it after the i-th mini-batches of all roles, whose steps are then taken together.
-            "flush_free" never drains it: a mini-batch waits only for the previous step of its own
-            role. Each kind also permits the streams of the kinds before it.
+    "sequential" drains the pipeline after every mini-batch of every role. "fused" drains it after
+    the i-th mini-batches of all roles, whose steps are then taken together. "flush_free" never
+    drains it: a mini-batch waits only for the previous step of its own role. Each kind also permits
+    the streams of the kinds before it.
     """
     make = partial(_stream, roles, stages)
     orders = list(permutations(range(len(roles))))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.parallel.measurement.stream_timer import StreamTimer
+from mppo.parallel.measurement import StreamTimer
 from mppo.pipeline.actions import COMPUTE, Action
 from mppo.pipeline.schedule import Schedule
 

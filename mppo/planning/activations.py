@@ -13,7 +13,7 @@ from typing import Any
 
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.attention import flash
-from mppo.models.families.activations import activation_key
+from mppo.models.families.family import activation_key
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import transformer_engine_is_installed
 from mppo.weights.shape import ModelShape

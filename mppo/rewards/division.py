@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.episode import Episode
-from mppo.batch.moves import bring_ids
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
+from mppo.batch.shares import bring_ids
 from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.parallel.exchange import Moves, exchange
 

@@ -21,8 +21,7 @@ from mppo.algos.advantages import (
     turn_starts,
 )
 from mppo.algos.group_baselines import OutcomeOptions, gdpo
-from mppo.algos.kl import kl_estimate
-from mppo.algos.kl_controller import KLController
+from mppo.algos.kl import KLController, kl_estimate
 from mppo.algos.masked import (
     Moments,
     expand_to_tokens,

@@ -15,7 +15,7 @@ from mppo.config.schedule import forward_groups
 from mppo.models.heads.outputs import HeadOutputs, add_outputs
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.role import Role
-from mppo.models.streamed_forward import StreamedForward, forward, forward_with_states
+from mppo.models.streamed_role import StreamedForward, forward, forward_with_states
 from mppo.models.work_share import ranges_of
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links

@@ -13,8 +13,7 @@ from mppo.batch.batch import Batch
 from mppo.batch.episode import with_scores
 from mppo.batch.outputs import Experience
 from mppo.parallel.collectives import group_size
-from mppo.parallel.measurement.probe import probe_ms
-from mppo.parallel.measurement.profiler import profiling
+from mppo.parallel.measurement import probe_ms, profiling
 from mppo.planning.residency import SAVE, WEIGHT_SYNC
 from mppo.report.files import NONFINITE
 from mppo.report.history import Metrics

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mppo.algos.packing import select_sequences
-from mppo.algos.unsupervised import ptx_loss
+from mppo.algos.policy_loss import ptx_loss
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.packing import pack_episodes
@@ -91,7 +91,7 @@ class MixedObjective:
         text, chosen = self.text, [index - self.first for index in indices]
         (mask_T,) = copied([select_sequences(text.response_mask_T, text.cu_seqlens, chosen)])
         num_tokens = float(text.response_mask_T.sum())
-        loss = ptx_loss(outputs.logprobs_T, mask_T, num_tokens, 1.0)
+        loss = ptx_loss(outputs.logprobs_T, mask_T, num_tokens)
         return nothing + self.coef * loss, {**stats, METRIC: loss.detach()}
 
 

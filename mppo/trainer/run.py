@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch.autograd.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
-from mppo.algos.kl_controller import KLController
+from mppo.algos.kl import KLController
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer

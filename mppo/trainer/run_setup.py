@@ -24,8 +24,8 @@ from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
-from mppo.parallel.host_memory import host_memory
 from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.node import host_memory
 from mppo.planning.disk import describe_checkpoints, disk_warning, free_bytes
 from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings

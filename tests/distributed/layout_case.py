@@ -172,7 +172,7 @@ def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
     from mppo.batch.shares import share_out
     from mppo.models.mini_batch import MiniBatch
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
 
     batch = batch_of()
     role = build_role(case, folder, registry)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 @contextmanager
 def megatron_schedules() -> Iterator[None]:
     """Inside, sequential updates and passes of one role run by Megatron's schedules."""
-    from mppo.models.streamed_forward import StreamedForward
+    from mppo.models.streamed_role import StreamedForward
     from mppo.trainer.update import role_update
 
     plain, plain_run = role_update.forward_backward, StreamedForward.run
@@ -27,7 +27,7 @@ def megatron_schedules() -> Iterator[None]:
 def _forward_backward(role, mini_batch) -> dict[str, float]:
     """See ``mppo.models.streamed_role.forward_backward``."""
     from mppo.models.stage import forward_step_function
-    from mppo.models.streamed_forward import record_choices
+    from mppo.models.streamed_role import record_choices
 
     batch, plan, objective = mini_batch.batch, mini_batch.plan, mini_batch.objective
     if role.routing and role.routing.needs_record(batch, plan):

@@ -46,8 +46,7 @@ class Unit(Peak):
 def issued(case: Case, folder: Path, registry) -> tuple[list[int], list[int], int]:
     """Sizes of the exchanges of a pass over one micro-batch: forward, training; its tokens."""
     from mppo.models.mini_batch import MiniBatch
-    from mppo.models.streamed_forward import forward
-    from mppo.models.streamed_role import forward_backward
+    from mppo.models.streamed_role import forward, forward_backward
 
     role, batch = build_role(case, folder, registry), batch_of()
     measuring, training = (role.plan(batch, training) for training in (False, True))

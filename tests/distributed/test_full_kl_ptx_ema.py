@@ -13,8 +13,8 @@ import torch.distributed as dist
 from layout_case import VOCABULARY, Case, batch_of, build_role, everywhere, run_cases, train_step
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from vocabulary_kl import full_kl
 
-from mppo.algos.kl import full_kl
 from mppo.algos.packing import select_sequences
 from mppo.batch.prompt import Prompt
 from mppo.data.loader import PromptLoader
@@ -73,7 +73,7 @@ def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.mini_batch import MiniBatch, PassInputs
     from mppo.models.role import Role
-    from mppo.models.streamed_forward import forward, forward_with_states
+    from mppo.models.streamed_role import forward, forward_with_states
     from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()

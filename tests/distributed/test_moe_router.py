@@ -50,9 +50,8 @@ class Routed:
 
 def _route(case: Case, folder, registry) -> Routed:
     """Call the first router of a role, outside its model."""
-    from mppo.models.attention.packing import Packing
-    from mppo.models.moe.construction import moe_layers
-    from mppo.models.moe.micro_routing import MicroRouting
+    from mppo.models.attention.packing import MicroRouting, Packing
+    from mppo.models.moe.router import moe_layers
 
     role = build_role(case, folder, registry)
     router = next(moe_layers(role.stages)).router

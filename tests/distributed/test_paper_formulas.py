@@ -141,7 +141,7 @@ def measure(case: Case, folder: Path, registry) -> list[dict[str, Any]]:
     from mppo.batch.gathers import gather_of_mini_batch
     from mppo.batch.outputs import Outputs
     from mppo.batch.shares import share_out
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
     from mppo.trainer.advantages import estimate
     from mppo.trainer.metrics import experience_metrics
     from mppo.trainer.targets import policy_targets, value_targets

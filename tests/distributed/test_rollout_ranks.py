@@ -11,8 +11,8 @@ from ranks import start_ranks
 
 from mppo.agents.conversation import Conversation, Reply
 from mppo.batch.episode import Episode, EpisodeTokens
-from mppo.batch.moves import bring_episodes, bring_ids, bring_ids_to_first
 from mppo.batch.prompt import Prompt
+from mppo.batch.shares import bring_episodes, bring_ids, bring_ids_to_first
 from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition

@@ -75,7 +75,7 @@ def _role(folder: Path, replay: str, registry):
 
 def _logprobs(role, batch) -> torch.Tensor:
     """The role's log-probabilities of the response tokens."""
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
 
     plan = role.plan(batch, training=False)
     return forward(role, batch, plan).logprobs_T[batch.response_mask_T > 0]

@@ -182,10 +182,10 @@ def _modes(layout: dict[str, int], layouts: list[dict[str, int]]) -> tuple[str, 
 
 def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
-    from mppo.batch.moves import bring_episodes
     from mppo.batch.packing import pack_episodes
+    from mppo.batch.shares import bring_episodes
     from mppo.config.sections.rollout import SamplingConfig
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
     from mppo.parallel.collectives import group_size
     from mppo.rollout.engine import GenerationRequest
 

@@ -28,7 +28,7 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from mppo.config.sections.role_config import RoleConfig
     from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
-    from mppo.models.streamed_forward import forward
+    from mppo.models.streamed_role import forward
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from vocabulary_kl import full_kl
 
-from mppo.algos.kl import full_kl, full_kl_shard, full_kl_shard_grad, kl_estimate
-from mppo.algos.kl_controller import KLController
+from mppo.algos.kl import KLController, full_kl_shard, full_kl_shard_grad, kl_estimate
 
 D = math.log(2.0)  # policy twice as likely as the reference
 

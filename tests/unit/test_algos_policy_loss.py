@@ -37,7 +37,7 @@ def every_loss(new, old, advantages, mask, selected=None):
         "sapo": losses.sapo(ratio, advantages, 1.0, 1.05),
         "clip_cov": losses.clip_cov(ratio, advantages, selected, LOW, HIGH),
         "kl_cov": losses.kl_cov(ratio, log_ratio, advantages, selected, 0.5),
-        "gpg": losses.policy_gradient(new, advantages),
+        "gpg": losses.reinforce(new, None, advantages),
         "reinforce": losses.reinforce(new, ratio, advantages),
         "dppo_tv": losses.dppo(
             new, old, ratio, advantages, losses.binary_tv(new, old), LOW, HIGH, 3.0

@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.algos import pf_ppo
-from mppo.algos.moving_average import update_moving_average_
+from mppo.algos.policy_loss import ptx_loss
 from mppo.algos.reward_normalization import (
     RewardStats,
     ScoreScale,
     batch_scale,
     group_scale,
 )
-from mppo.algos.unsupervised import ptx_loss
 
 
 def test_pf_ppo_weights_by_hand():
@@ -99,20 +98,12 @@ def test_running_moments_resume_exactly():
     assert second.state_dict() == straight.state_dict()
 
 
-def test_moving_average_by_hand_and_in_its_own_precision():
-    average = [torch.tensor([1.0, 2.0])]
-    update_moving_average_(average, [torch.tensor([3.0, 2.0], dtype=torch.bfloat16)], 0.75)
-    torch.testing.assert_close(average[0], torch.tensor([1.5, 2.0]))
-    with pytest.raises(ValueError):
-        update_moving_average_(average, [], 0.5)
-
-
 def test_ptx_loss_by_hand_and_over_micro_batches():
     logprobs = torch.tensor([0.0, -1.0, -3.0, -5.0])
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    complete = ptx_loss(logprobs, mask, 3.0, 2.0)
-    assert complete.item() == pytest.approx(2.0 * 9 / 3)
-    parts = ptx_loss(logprobs[:2], mask[:2], 3.0, 2.0) + ptx_loss(logprobs[2:], mask[2:], 3.0, 2.0)
+    complete = ptx_loss(logprobs, mask, 3.0)
+    assert complete.item() == pytest.approx(9 / 3)
+    parts = ptx_loss(logprobs[:2], mask[:2], 3.0) + ptx_loss(logprobs[2:], mask[2:], 3.0)
     torch.testing.assert_close(parts, complete)
-    assert ptx_loss(logprobs[:0], mask[:0], 0.0, 1.0).item() == 0.0
-    assert math.isfinite(ptx_loss(logprobs, mask * 0, 0.0, 1.0).item())
+    assert ptx_loss(logprobs[:0], mask[:0], 0.0).item() == 0.0
+    assert math.isfinite(ptx_loss(logprobs, mask * 0, 0.0).item())

@@ -28,8 +28,8 @@ FILE_LINES, FUNCTION_LINES, ROOM_FILES = 600, 70, 17
 PURE = frozenset(
     {
         "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
-        "mppo.pipeline.actions", "mppo.pipeline.costs", "mppo.pipeline.streams",
-        "mppo.pipeline.simulation", "mppo.pipeline.greedy", "mppo.pipeline.schedule",
+        "mppo.pipeline.actions", "mppo.pipeline.simulation", "mppo.pipeline.streams",
+        "mppo.pipeline.schedule",
         "mppo.pipeline.checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
         "mppo.pipeline.stage_events",
         "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows", "mppo.weights.shape",

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from itertools import product
-from typing import Literal
-
 import pytest
 
-from mppo.pipeline.deadlock import find_circle, find_hang
-from mppo.pipeline.rank_events import RankEvent, Rules, complete_in_order
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 
 FREE = Rules(rendezvous=False, queues=32)
 
@@ -170,63 +164,3 @@ def test_messages_are_paired_by_their_order_alone():
     assert find_hang(lists, FREE) == (
         "rank 0: send in g (x) is received by rank 1: receive in g (y)"
     )
-
-
-WAITS: tuple[Literal["nothing", "stream", "device"], ...] = ("nothing", "stream", "device")
-ALL_RULES = [
-    Rules(rendezvous, pairs, queues, waits)
-    for rendezvous, pairs, queues in product((True, False), (True, False), (1, 2, 32))
-    for waits in WAITS
-]
-
-
-def random_ranks(draw: random.Random) -> list[list[RankEvent]]:
-    """Three ranks with communications, waits and kernels; some change places on one rank."""
-    lists: list[list[RankEvent]] = [[], [], []]
-    for number in range(draw.randint(1, 12)):
-        group, on_host = draw.choice("ab"), draw.random() < 0.2
-        content = draw.choice([None, number])
-        first, second, third = draw.sample(range(3), 3)
-        if draw.random() < 0.6:
-            common = {"group": group, "message": content, "on_host": on_host}
-            lists[first].append(send(second, **common))
-            lists[second].append(receive(first, **common))
-        else:
-            ranks = draw.choice([(0, 1, 2), tuple(sorted((first, second)))])
-            for rank in ranks:
-                lists[rank].append(together(ranks, f"{group}{len(ranks)}", on_host=on_host))
-        stream = draw.choice(["compute", "side"])
-        lists[third].append(KERNEL._replace(stream=stream))
-    for events in lists:
-        for at in range(1, len(events)):
-            if draw.random() < 0.25:
-                events[at - 1], events[at] = events[at], events[at - 1]
-    return [with_waits(draw, events) for events in lists]
-
-
-def with_waits(draw: random.Random, events: list[RankEvent]) -> list[RankEvent]:
-    """Insert waits for the event before, for the stream or for the whole device."""
-    result: list[RankEvent] = []
-    for event in events:
-        result.append(event)
-        if draw.random() < 0.5:
-            until = draw.choice([None, len(result) - 1])
-            if draw.random() < 0.5:
-                result.append(RankEvent("stream_wait", until=until))
-            else:
-                whole = until is None and draw.random() < 0.5
-                result.append(RankEvent("host_wait", until=until, whole_device=whole))
-    return result
-
-
-def test_ranks_that_complete_in_order_complete_under_all_rules():
-    """Random ranks; the circles are searched by all events and all that they wait for."""
-    draw, found = random.Random(0), Counter[tuple[bool, bool]]()
-    for _ in range(1500):
-        lists, rules = random_ranks(draw), draw.choice(ALL_RULES)
-        ends = find_circle(lists, rules) is None
-        in_order = complete_in_order(lists, rules)
-        assert ends or not in_order, (lists, rules)
-        assert (find_hang(lists, rules) is None) == ends
-        found[in_order, ends] += 1
-    assert min(found[case] for case in ((True, True), (False, True), (False, False))) > 50, found

@@ -10,7 +10,7 @@ from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import load_config, resolve_model
 from mppo.models.configuration import fields_set, fused_kernels
 from mppo.models.families.architectures import family_config
-from mppo.parallel import device, weight_gradients
+from mppo.parallel import device, megatron_without_te
 from mppo.parallel.layout import Layout
 
 YARN = {
@@ -63,7 +63,7 @@ def test_no_pipeline_message_waits_for_the_whole_device():
 def test_gradients_of_megatrons_own_layers_are_added_in_float32():
     kept = layers._grad_accum_fusion_available, vars(layers).get("fused_weight_gradient_mlp_cuda")
     try:
-        weight_gradients.install()
+        megatron_without_te.fuse_weight_gradients()
         assert layers._grad_accum_fusion_available
         kernel = vars(layers)["fused_weight_gradient_mlp_cuda"]
         inputs, grad = torch.randn(6, 4).bfloat16(), torch.randn(6, 3).bfloat16()

@@ -12,9 +12,9 @@ from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLA
 from mppo import register
 from mppo.config.load import load_recipe
 from mppo.hub.builtin import read_model_config
-from mppo.models.families.activations import gelu_tanh
 from mppo.models.families.architectures import family_config
 from mppo.models.families.architectures import llama as build_llama
+from mppo.models.families.family import gelu_tanh
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.weights.load import is_extra_layer
 from mppo.weights.names import HFNames, hf_names
@@ -88,7 +88,7 @@ def test_gemma_fields():
     assert family.sandwich_norms
     assert family.transformer_kwargs["softmax_scale"] == 24**-0.5
     assert family.transformer_kwargs["activation_func"] is gelu_tanh
-    assert (family.window_size, family.window_layers) == (8, (True, False, True, False))
+    assert family.layer_windows == (8, None, 8, None)
     assert family.transformer_kwargs["window_size"] == (7, 0)
     assert (family.attn_logit_softcap, family.final_logit_softcap) == (5.0, 3.0)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import PretrainedConfig, Qwen2Config
+from vocabulary_kl import full_kl
 
-from mppo.algos.kl import full_kl
 from mppo.config.sections.roles import CriticConfig
-from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.value_head import initial_std
 from mppo.models.heads.vocabulary import (
+    Projection,
     VocabShard,
+    chunked_full_kl,
     chunked_logprobs,
     chunked_squares,
     vocabulary_logits,

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
-from mppo.models.families.sandwich_layer import SandwichLayer
-from mppo.models.heads.last_layer import LastLayer, with_early_select
+from mppo.models.families.layers import LastLayer, SandwichLayer, with_early_select
 
 
 def layers_of(spec, **layout) -> list[type]:

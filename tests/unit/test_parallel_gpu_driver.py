@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mppo.parallel import device
-from mppo.parallel.node.gpu_driver import (
+from mppo.parallel.node import (
     driver_fault,
     driver_version,
     gpus_of_node,

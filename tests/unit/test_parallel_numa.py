@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.parallel.node.numa import cores_near
+from mppo.parallel.node import cores_near
 
 GPUS = {"0000:1b:00.0": 0, "0000:43:00.0": 0, "0001:9d:00.0": 1, "0001:c4:00.0": -1}
 NODES = {0: "0-3,8-11\n", 1: "4-7,12-15\n", 2: "\n"}
@@ -62,16 +62,16 @@ def test_a_node_without_cores_or_a_strange_list_changes_nothing(tmp_path):
 BOUND = """
 import os, subprocess, sys
 from pathlib import Path
-from mppo.parallel.node import numa
+from mppo.parallel import node
 
 def child():
     command = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-numa.bind("0000:1b:00.0", Path(sys.argv[1]))
+node.bind_cores("0000:1b:00.0", Path(sys.argv[1]))
 print(sorted(os.sched_getaffinity(0)))
 print(child())
-with numa.unbound():
+with node.unbound_cores():
     print(child())
 print(sorted(os.sched_getaffinity(0)))
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mppo.parallel.node.versions import PACKAGES, check_versions, installed_version
+from mppo.parallel.node import PACKAGES, check_versions, installed_version
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from mppo.config.gpu_types import GIB, GPU_TYPES, GpuType
 from mppo.config.rules.rule import world_size_of
 from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import read_model_config, resolve_model
-from mppo.parallel.host_memory import cgroup_limit
+from mppo.parallel.node import cgroup_limit
 from mppo.planning.fit import (
     EVERYTHING,
     NOTHING,

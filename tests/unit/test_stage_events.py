@@ -9,8 +9,7 @@ import pytest
 from mppo.pipeline import checks
 from mppo.pipeline.actions import Action, RoleWork
 from mppo.pipeline.checks import checked_schedule
-from mppo.pipeline.deadlock import find_hang
-from mppo.pipeline.rank_events import Rules
+from mppo.pipeline.deadlock import Rules, find_hang
 from mppo.pipeline.schedule import forward_list, make_schedule
 from mppo.pipeline.stage_events import events_of, hang_of
 

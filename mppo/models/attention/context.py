@@ -46,7 +46,6 @@ class ContextSplit:
     """How sequences of ``T`` tokens in all are split into ``t`` local tokens.
 
     Args:
-        rows: groups of sequences, in local order.
         origin_t: int64 ``[t]``, index of each local token among the ``T``; -1 for padding.
         positions_t: int64 ``[t]``, position of each local token in its sequence.
         cu_seqlens: int64 ``[B + 1]``, bounds of the padded sequences before the split, in the order

@@ -6,6 +6,8 @@ neither packed sequences nor MLA's value width. This module replaces it in the l
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -19,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mppo.models.attention import flash
 from mppo.models.attention.block import BlockAttention
-from mppo.models.attention.context import (
-    ContextPlace,
-    ContextRows,
-    ContextSplit,
-    sequence_order,
-)
+from mppo.models.attention.context import ContextPlace, ContextRows, ContextSplit, sequence_order
 from mppo.models.attention.packing import AttentionRows, Packing
 from mppo.models.attention.ring import ring_attention
 from mppo.parallel import device
@@ -63,9 +60,6 @@ class PackedAttention(torch.nn.Module):
     over the group, and gathered again in the backward pass, so that no activation as long as the
     full sequence is kept. The constructor's arguments are those Megatron passes to a core
     attention.
-
-    Raises:
-        InputError: ``cp_comm_type`` is neither ``p2p``, ``all_gather`` nor None.
     """
 
     def __init__(
@@ -197,16 +191,13 @@ class PackedAttention(torch.nn.Module):
                 mask = window_mask(queries, keys, window, q.device)
             elif queries != keys:
                 mask = causal_lower_right(queries, keys)
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                mask,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            out = self._kernel(q, k)(q, k, v, mask, is_causal=mask is None)
         return out.transpose(1, 2)
+
+    def _kernel(self, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+        grouped = q.shape[1] != k.shape[1]
+        attend = F.scaled_dot_product_attention
+        return functools.partial(attend, scale=self.softmax_scale, enable_gqa=grouped)
 
     def _query_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of fewer queries than keys on the CPU:
@@ -221,16 +212,8 @@ class PackedAttention(torch.nn.Module):
             block = q[:, :, first : first + _QUERY_BLOCK]
             seen = keys - queries + first + block.shape[2]
             bias = mask[-block.shape[2] :, keys - seen :]
-            k_seen, v_seen = k[:, :, :seen], v[:, :, :seen]
-            attended = F.scaled_dot_product_attention(
-                block,
-                k_seen,
-                v_seen,
-                bias,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            out.append(attended)
+            keys_seen = k[:, :, :seen], v[:, :, :seen]
+            out.append(self._kernel(q, k)(block, *keys_seen, bias))
         return torch.cat(out, 2)
 
 

@@ -26,7 +26,7 @@ class PublishedMLA(MLASelfAttention):
 
     def __init__(self, config: MLATransformerConfig, *args, **kwargs) -> None:
         inner = copy.copy(config)
-        # not a field of Megatron's: set from FamilyConfig.config_attributes
+        # not a field of Megatron's: set from FamilyConfig.mla_norm_epsilon
         inner.layernorm_epsilon = vars(config)["mla_norm_epsilon"]
         super().__init__(inner, *args, **kwargs)
         self.config = config

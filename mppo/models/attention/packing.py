@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mppo.models.attention.context import ContextSplit
-from mppo.models.moe.micro_routing import MicroRouting
 from mppo.parallel.device import copied
 
+
+@dataclass
+class MicroRouting:
+    """Routing of one micro-batch, carried by its packing.
+
+    Shapes: ``L`` MoE layers of this rank, ``t`` local tokens, ``E`` experts, ``k`` per token.
+
+    Args:
+        training: whether the pass belongs to forward_backward.
+        chosen: int64 ``[L, t, k]``, experts to replay; -1 leaves the choice to the router.
+        record: ``[L, t, k]``, filled with the experts taken.
+        mini_batch_tokens, mini_batch_sequences: of the mini-batch, over all ranks.
+        load: float32 ``[L, E]``, each expert's share of the mini-batch's choices; None where no
+            loss needs it.
+        sequence_t: int64 ``[t]``, index of each token's sequence; None where no loss needs it.
+        num_sequences: sequences of this micro-batch.
+    """
+
+    training: bool
+    chosen: Tensor | None = None
+    record: Tensor | None = None
+    mini_batch_tokens: int = 1
+    mini_batch_sequences: int = 1
+    load: Tensor | None = None
+    sequence_t: Tensor | None = None
+    num_sequences: int = 0
+
+
+_TENSORS = ("cu_seqlens_q", "positions", "origin", "scatter", "slots", "logits_to_keep")
+"""Fields of ``Packing`` that go to the device, besides those of its rows."""
 _MAX_ATTENTION_PADDING = 1.25
 """Slots of a group of rows over its tokens, at most."""
 
@@ -22,11 +52,9 @@ class AttentionRows:
     """Sequences of similar length, padded to one length for one attention call.
 
     Args:
-        width: padded length.
         gather: int64 ``[rows * width]``, the token of the micro-batch in each slot; ``T`` for a
             padded slot (the caller appends one row of zeros).
         inverse: int64 ``[T]``, the slot of each token; ``rows * width`` for tokens of other groups.
-        padded: whether a slot is.
     """
 
     rows: int
@@ -56,7 +84,6 @@ class Packing(PackedSeqParams):
         context: the split over context-parallel ranks; ``attention_rows`` is then empty and all
             tensors except ``cu_seqlens`` refer to local tokens.
         logits_to_keep: int64 ``[N]``, the tokens whose output the head uses; None: all.
-        routing: what the routers of a mixture of experts replay and record; None: nothing.
     """
 
     positions: Tensor
@@ -70,8 +97,7 @@ class Packing(PackedSeqParams):
     routing: MicroRouting | None = None
 
     def tensors(self) -> list[Tensor]:
-        found = [self.cu_seqlens_q, self.positions, self.origin, self.scatter, self.slots,
-                 self.logits_to_keep]  # fmt: skip
+        found = [getattr(self, name) for name in _TENSORS]
         found += [x for rows in self.attention_rows for x in (rows.gather, rows.inverse)]
         return [x for x in found if x is not None]
 
@@ -80,27 +106,16 @@ class Packing(PackedSeqParams):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Packing:
         rest = iter(tensors)
-        cu_seqlens, positions, origin = next(rest), next(rest), next(rest)
-        scatter = None if self.scatter is None else next(rest)
-        slots = None if self.slots is None else next(rest)
-        keep = None if self.logits_to_keep is None else next(rest)
-        return replace(
-            self,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            positions=positions,
-            origin=origin,
-            scatter=scatter,
-            slots=slots,
-            logits_to_keep=keep,
-            attention_rows=tuple(
-                replace(rows, gather=next(rest), inverse=next(rest)) for rows in self.attention_rows
-            ),
+        own: dict[str, Any] = {
+            name: next(rest) for name in _TENSORS if getattr(self, name) is not None
+        }
+        rows = tuple(
+            replace(rows, gather=next(rest), inverse=next(rest)) for rows in self.attention_rows
         )
+        return replace(self, **own, cu_seqlens_kv=own["cu_seqlens_q"], attention_rows=rows)
 
 
 def pack_context(split: ContextSplit) -> Packing:
-    """Pack this rank's part of a micro-batch under context parallelism."""
     cu_seqlens = split.cu_seqlens.int()
     longest = int(split.cu_seqlens.diff().max())
     return Packing(
@@ -116,15 +131,9 @@ def pack_context(split: ContextSplit) -> Packing:
 
 
 def pack_sequences(cu_seqlens: Tensor, padding: int = 0) -> Packing:
-    """Pack a micro-batch of complete sequences.
-
-    Args:
-        cu_seqlens: int64 ``[B + 1]`` on the CPU; the last entry is T.
-        padding: padding tokens at the end, as a sequence of their own.
-
-    Returns:
-        Packing whose attention groups have at most a quarter more slots than tokens.
-    """
+    """Pack a micro-batch of complete sequences, int64 ``cu_seqlens`` ``[B + 1]`` on the CPU, with
+    ``padding`` tokens at the end as a sequence of their own. Attention groups have at most a
+    quarter more slots than tokens."""
     lengths = cu_seqlens.diff().tolist()
     starts = cu_seqlens.tolist()
     total = starts[-1]

@@ -37,13 +37,9 @@ def ring_attention(
 
 
 def chunk_pairs(place: ContextPlace, source: int) -> list[tuple[int, int, int]]:
-    """List the pairs of chunks between which attention is not masked out.
-
-    Returns:
-        ``(query part, key part, distance)``: which of this rank's two chunks attends to which of
-        the two of ``source``, and the distance of their starts in chunks, ascending. There are
-        three pairs with this rank's own keys, and two with any other rank's.
-    """
+    """Which of this rank's two chunks attends to which of the two of ``source``: ``(query part, key
+    part, distance)`` of the pairs that are not masked out, by the distance of their starts in
+    chunks. There are three pairs with this rank's own keys, and two with any other rank's."""
     key_chunks = ContextPlace(place.size, source).chunks
     pairs = [
         (part, key_part, chunk - key_chunk)
@@ -66,8 +62,6 @@ def merge_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Autograd of :class:`_Ring`; it saves the local q, k, v, output and log-sum-exps."""
-
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         out, lse = ring.forward(q, k, v)
@@ -88,7 +82,6 @@ class _Ring:
     group: dist.ProcessGroup
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Output, and the log-sum-exps by group of sequences and chunk."""
         sums: _Sums = {}
         kv = k.contiguous(), v.contiguous()
         for source, is_last in self._sources():

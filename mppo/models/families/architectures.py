@@ -41,21 +41,23 @@ def family_config(hf_config: Any) -> FamilyConfig:
 def llama(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """Llama 1 to 3, deepseek-llm, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3: dense, grouped heads."""
     rope_kwargs, attributes = plain_rope(hf_config)
-    window_size, window_layers = _window(hf_config, shape)
+    windows = _layer_windows(hf_config, shape)
+    attention: dict[str, Any] = {
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+    }
+    if size := max((window or 0 for window in windows), default=0):
+        attention["window_size"] = (size - 1, 0)  # keys left and right of a query
+        attention["window_attn_skip_freq"] = [int(window is not None) for window in windows]
     return family_of(
         hf_config,
         shape,
-        transformer_kwargs={
-            "num_query_groups": shape.kv_heads,
-            "kv_channels": shape.head_dim,
-            "add_qkv_bias": shape.qkv_bias,
-            "qk_layernorm": shape.qk_norm,
-        }
-        | _window_kwargs(window_size, window_layers),
+        transformer_kwargs=attention,
         gpt_kwargs=rope_kwargs,
         config_attributes=attributes,
-        window_size=window_size,
-        window_layers=window_layers,
+        layer_windows=windows,
     )
 
 
@@ -84,7 +86,6 @@ def gemma2(hf_config: Any, shape: ModelShape) -> FamilyConfig:
         sandwich_norms=True,
         final_logit_softcap=getattr(hf_config, "final_logit_softcapping", None),
         attn_logit_softcap=softcap,
-        config_attributes=family.config_attributes | {"attn_logit_softcap": softcap},
     )
 
 
@@ -126,8 +127,7 @@ def opt(hf_config: Any, shape: ModelShape) -> FamilyConfig:
 def glm4(hf_config: Any, shape: ModelShape) -> FamilyConfig:
     """GLM-4 (0414): four norms per layer, partly rotated heads in interleaved pairs."""
     family = llama(hf_config, shape)
-    interleaved = {"rotary_interleaved": True}
-    kwargs = family.transformer_kwargs | interleaved
+    kwargs = family.transformer_kwargs | {"rotary_interleaved": True}
     return replace(family, sandwich_norms=True, transformer_kwargs=kwargs)
 
 
@@ -269,7 +269,6 @@ def _mla(hf_config: Any, shape: ModelShape) -> FamilyConfig:
             "qk_layernorm": True,
         }
         | mla_rope(hf_config),
-        config_attributes={"mla_norm_epsilon": MLA_NORM_EPSILON},
         mla_norm_epsilon=MLA_NORM_EPSILON,
     )
 
@@ -309,14 +308,14 @@ def _with_experts(
     return replace(family, transformer_kwargs=family.transformer_kwargs | kwargs)
 
 
-def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, ...]]:
+def _layer_windows(hf_config: Any, shape: ModelShape) -> tuple[int | None, ...]:
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None)
     unused = getattr(hf_config, "use_sliding_window", True) is False
     if not size or unused or shape.like in ("llama", "gemma"):
-        return None, ()
+        return (None,) * shape.num_layers
     if shape.like in ("mistral", "mixtral", "qwen3_moe"):
-        return int(size), (True,) * shape.num_layers
+        return (int(size),) * shape.num_layers
     kinds = list(kinds or ["full_attention"] * shape.num_layers)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != shape.num_layers:
@@ -324,18 +323,7 @@ def _window(hf_config: Any, shape: ModelShape) -> tuple[int | None, tuple[bool, 
             "layer_types", kinds, "must have one supported attention type per layer",
             "use full_attention or sliding_attention for each layer",
         )  # fmt: skip
-    layers = tuple(kind == "sliding_attention" for kind in kinds)
-    return (int(size), layers) if any(layers) else (None, ())
-
-
-def _window_kwargs(size: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
-    """Megatron's fields: keys left and right of a query in the window, and the window's layers."""
-    if size is None:
-        return {}
-    return {
-        "window_size": (size - 1, 0),
-        "window_attn_skip_freq": [int(windowed) for windowed in layers],
-    }
+    return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _check_biases(hf_config: Any, shape: ModelShape) -> None:

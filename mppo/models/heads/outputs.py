@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-import torch
 from torch import Tensor
 
 from mppo.config.sections.role_config import Head
@@ -61,13 +60,8 @@ def add_outputs(outputs: HeadOutputs, others: HeadOutputs) -> HeadOutputs:
     return type(outputs)(*(x + y for x, y in pairs))
 
 
-def stack_outputs(outputs: HeadOutputs) -> Tensor:
-    """Stack the tensors of the outputs: ``[k, T]``."""
-    return torch.stack(tensors_of(outputs))
-
-
 def unstack_outputs(head: Head, rows_kT: Tensor) -> HeadOutputs:
-    """The inverse of :func:`stack_outputs`, for a model that ends in ``head``."""
+    """Outputs of a model that ends in ``head``, from its :func:`tensors_of` stacked ``[k, T]``."""
     return PolicyOutputs(*rows_kT) if head == "policy" else ValueOutputs(*rows_kT)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from mppo.algos.value_loss import bin_edges, expected_value
 from mppo.batch.batch import Sequences
 from mppo.config.sections.role_config import RoleConfig
-from mppo.models.heads.full_kl import Projection, chunked_full_kl
 from mppo.models.heads.outputs import HeadOutputs, ValueOutputs, unstack_outputs
 from mppo.models.heads.vocabulary import (
+    Projection,
     VocabShard,
+    chunked_full_kl,
     chunked_logprobs,
     chunked_squares,
     gather_hidden,

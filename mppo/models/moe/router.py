@@ -10,15 +10,19 @@ of this rank, ``E`` experts, ``k`` chosen per token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import cast
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mppo.models.attention.packing import Packing
-from mppo.models.moe.micro_routing import MicroRouting
+from mppo.models.attention.packing import MicroRouting, Packing
+from mppo.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -35,28 +39,6 @@ class AuxiliaryLoss:
         return bool(self.balance or self.sequence_balance or self.z)
 
 
-class LayerLoad:
-    """Counters of one layer's router since they were last reset, float64 ``[E + 4]``: tokens per
-    expert; routed tokens; replayed choices that the router itself would not have made; replayed
-    choices; sum of the auxiliary losses."""
-
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.sums = torch.zeros(num_experts + 4, dtype=torch.float64, device=device)
-
-    def add(self, choices: Tensor, tokens: Tensor) -> None:
-        """Count one micro-batch: tokens per expert ``[E]`` and routed tokens."""
-        self.sums[: len(choices)] += choices
-        self.sums[-4] += tokens
-
-    def add_differing(self, differing: Tensor, replayed: Tensor) -> None:
-        """Count replayed choices, and those that differ from the router's own."""
-        self.sums[-3] += differing
-        self.sums[-2] += replayed
-
-    def add_auxiliary(self, loss: Tensor) -> None:
-        self.sums[-1] += loss.detach()
-
-
 class _Attach(torch.autograd.Function):
     """Return ``output``; the backward pass also sends gradient 1 to ``loss``."""
 
@@ -71,7 +53,12 @@ class _Attach(torch.autograd.Function):
 
 class Router(TopKRouter):
     """Megatron's router with replay, recording and exact auxiliary losses; a hook of the layer sets
-    ``packing`` before each forward pass."""
+    ``packing`` before each forward pass.
+
+    ``load`` are its counters since they were last reset, float64 ``[E + 4]``: tokens per expert;
+    routed tokens; replayed choices that the router itself would not have made; replayed choices;
+    sum of the auxiliary losses.
+    """
 
     # Megatron annotates these as optional; the last two are None without an expert bias
     num_experts: int
@@ -83,16 +70,16 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.row = 0
         self.losses = AuxiliaryLoss()
-        self.load: LayerLoad | None = None
+        self.load: Tensor | None = None
         self._taken: Tensor | None = None
         # Megatron calls get_replay_topk of this object, which must not be a submodule
         self.router_replay = SimpleNamespace(get_replay_topk=self._choose)
 
-    def prepare(self, row: int, losses: AuxiliaryLoss) -> LayerLoad:
+    def prepare(self, row: int, losses: AuxiliaryLoss) -> Tensor:
         """Connect the router, ``row`` among this rank's MoE layers, to its role."""
         self.row = row
         self.losses = losses
-        self.load = LayerLoad(self.num_experts, self.weight.device)
+        self.load = self.weight.new_zeros(self.num_experts + 4, dtype=torch.float64)
         return self.load
 
     def _local(self, x_t: Tensor, n: int) -> Tensor:
@@ -116,7 +103,8 @@ class Router(TopKRouter):
             values = scores.gather(1, taken)
             if (load := self._counters(routing)) is not None:
                 same = (taken[:, :, None] == own[:, None, :]).any(2)
-                load.add_differing((~same & known).sum(), known.sum() * topk)
+                load[-3] += (~same & known).sum()
+                load[-2] += known.sum() * topk
         if routing.record is not None:
             self._local(routing.record[self.row], len(own)).copy_(taken)
         self._taken = taken
@@ -132,14 +120,15 @@ class Router(TopKRouter):
         real_n = self._local(self.packing.origin, len(logits)) >= 0
         load = self._counters(routing)
         if load is not None:
-            load.add((routing_map & real_n[:, None]).sum(0), real_n.sum())
+            load[: self.num_experts] += (routing_map & real_n[:, None]).sum(0)
+            load[-4] += real_n.sum()
         if load is not None and routing.training and self.losses.on:
             loss = self._loss(logits, real_n, routing)
-            load.add_auxiliary(loss)
+            load[-1] += loss.detach()
             probs = _Attach.apply(probs, loss)
         return probs, routing_map
 
-    def _counters(self, routing: MicroRouting) -> LayerLoad | None:
+    def _counters(self, routing: MicroRouting) -> Tensor | None:
         """The counters, in one forward pass per micro-batch; None in the others. With recomputation
         a training pass runs forward twice: first without gradient, not counted."""
         return self.load if routing.training == torch.is_grad_enabled() else None
@@ -191,3 +180,49 @@ class Router(TopKRouter):
         if self.enable_expert_bias and torch.is_grad_enabled():
             real_n = self._local(self.packing.origin, len(routing_map)) >= 0
             self.local_tokens_per_expert += (routing_map & real_n[:, None]).sum(0)
+
+
+def moe_layers(stages: Sequence[GPTModel]) -> Iterator[MoELayer]:
+    """The mixture-of-experts blocks of a rank's chunks, in the order of the chunks."""
+    for stage in stages:
+        for layer in stage.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                yield layer.mlp
+
+
+def routers(stages: Sequence[GPTModel]) -> list[Router]:
+    """The routers of a rank's chunks, in the order of :func:`moe_layers`."""
+    found = [layer.router for layer in moe_layers(stages)]
+    assert all(isinstance(router, Router) for router in found), "layer_specs replaces the routers"
+    return cast("list[Router]", found)
+
+
+def pass_packing_to_routers(stage: GPTModel) -> None:
+    """Set ``Router.packing`` before each forward pass of its layer, recomputation included."""
+    for layer in stage.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.register_forward_pre_hook(_pass_packing, with_kwargs=True)
+
+
+def _pass_packing(layer, args, kwargs) -> None:
+    params = kwargs["packed_seq_params"]
+    layer.mlp.router.packing = getattr(params, "packing", params)
+
+
+def freeze_routers(stage: GPTModel) -> None:
+    """Freeze the router weights and the gates of shared experts."""
+    for router in routers([stage]):
+        router.requires_grad_(False)
+    for layer in moe_layers([stage]):
+        if layer.use_shared_expert and layer.shared_experts.gate_weight is not None:
+            layer.shared_experts.gate_weight.requires_grad_(False)
+
+
+def reduce_over_expert_data_parallel(stage: GPTModel, layout: Layout) -> None:
+    """Make Megatron sum expert gradients over the ranks that hold the same expert shard. With EP =
+    1 it would sum them over the dense data-parallel ranks, which is wrong if ETP != TP."""
+    if layout.etp == layout.tp:
+        return
+    for layer in moe_layers([stage]):
+        for parameter in layer.experts.parameters():
+            parameter.allreduce = False

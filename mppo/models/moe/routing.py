@@ -9,7 +9,7 @@ than 256 experts), for the layers of this rank's pipeline stage, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -25,17 +25,73 @@ from mppo.batch.batch import Sequences, unknown_expert
 from mppo.batch.gathers import sequence_digests
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.role_config import Replay
+from mppo.models.attention.packing import MicroRouting
 from mppo.models.microbatch import MicroBatch, select_held
-from mppo.models.moe.construction import routers
-from mppo.models.moe.micro_routing import MicroRouting
-from mppo.models.moe.record import RoutingRecord, record_of
-from mppo.models.moe.router import AuxiliaryLoss
+from mppo.models.moe.router import AuxiliaryLoss, routers
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.device import copied
+from mppo.parallel.exchange import Moves, exchange
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.safety.input_error import InputError
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """Experts a role's own routers chose for a batch, in the layers of this rank.
+
+    Sequences are known by their digests: equal sequences of one pass are routed equally, so the
+    record also serves any selection of sequences. ``experts`` is ``[t, L, k]`` of each sequence
+    that this data-parallel rank computed, ``holder`` the rank that computed it, ``nothing``
+    ``[0, L, k]``.
+    """
+
+    experts: dict[int, Tensor]
+    holder: dict[int, int]
+    nothing: Tensor
+
+    def covers(self, digests: Sequence[int]) -> bool:
+        return all(digest in self.holder for digest in digests)
+
+    def share(
+        self,
+        digests: Sequence[int],
+        lengths: Sequence[int],
+        shares: Sequence[Sequence[int]],
+        place: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        """Bring the experts of sequences to the ranks that will replay them: ``[T', L, k]`` of this
+        data-parallel rank's share, number ``place``. Collective in a stage, over the ``group`` of
+        the data-parallel ranks (CPU). ``digests`` and ``lengths`` are of every sequence of a
+        batch."""
+        planned = sorted({number for share in shares for number in share})
+        source = [0] * len(digests)
+        for number in planned:
+            source[number] = self.holder[digests[number]]
+        held = [number for number in planned if source[number] == place]
+        mine = torch.cat([self.nothing, *(self.experts[digests[number]] for number in held)])
+        return exchange(Moves(source, shares), lengths, held, lambda _: [mine], group)[0]
+
+
+def record_of(
+    batch: Sequences, plan: MicroBatchPlan, experts: Tensor, numbers: Sequence[int], place: int
+) -> RoutingRecord:
+    """Make a record of this rank's sequences of a plan, whose ``experts`` are ``[T', L, k]``."""
+    digests = sequence_digests(batch).tolist()
+    holder: dict[int, int] = {}
+    for rank, parts in enumerate(plan):
+        for part in parts:
+            for number in part:
+                holder.setdefault(digests[number], rank)
+    pieces = experts.split(batch.lengths_B[list(numbers)].tolist())
+    mine = {
+        digests[number]: piece
+        for number, piece in zip(numbers, pieces, strict=True)
+        if holder[digests[number]] == place
+    }
+    return RoutingRecord(mine, holder, experts[:0])
 
 
 class RoleRouting:
@@ -188,8 +244,8 @@ class RoleRouting:
         sums = torch.zeros(self._config.num_layers, self._num_experts + 4, dtype=torch.float64)
         for layer, load in zip(self._layers, self._loads):
             if self._reports:
-                sums[layer] += load.sums.cpu()
-            load.sums.zero_()
+                sums[layer] += load.cpu()
+            load.zero_()
         dist.all_reduce(sums)
         sums[:, -1] /= max(self._mini_batches, 1)
         self._mini_batches = 0
@@ -290,7 +346,7 @@ def auxiliary_loss(megatron: MegatronConfig) -> AuxiliaryLoss:
 
 
 def load_metrics(sums: Tensor, topk: int, name: str) -> dict[str, float]:
-    """``RoleRouting.metrics`` from ``[layers, E + 4]`` sums (see ``LayerLoad``); rows without
+    """``RoleRouting.metrics`` from ``[layers, E + 4]`` sums (see ``Router.load``); rows without
     tokens are left out."""
     load, (tokens, differing, replayed, auxiliary) = sums[:, :-4], sums[:, -4:].T
     layers = tokens.nonzero()[:, 0].tolist()

@@ -22,7 +22,7 @@ from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
-from mppo.models.streamed_forward import forward
+from mppo.models.streamed_role import forward
 from mppo.parallel.exchange import sum_over_ranks
 from mppo.rewards.division import ScoringError, exchange_results
 from mppo.rewards.response import conversation, describe

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mppo.batch.episode import Episode, EpisodesBySample
-from mppo.batch.moves import bring_episodes
+from mppo.batch.shares import bring_episodes
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import raise_on_any_rank
 from mppo.rollout.engine import GenerationRequest

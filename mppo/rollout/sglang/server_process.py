@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from mppo.parallel import node
 from mppo.parallel.addresses import free_port
-from mppo.parallel.node import numa
 from mppo.safety.temporary import SHARED_MEMORY, note
 from mppo.supervision.phase import tick
 
@@ -79,7 +79,7 @@ class ServerProcess:
         self.port = free_port()
         guard = [sys.executable, "-m", "mppo.supervision.server_guard", str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output, numa.unbound():
+        with self.log.open("ab") as output, node.unbound_cores():
             self._process = subprocess.Popen(
                 [*guard, *self.command(self.port)],
                 stdin=subprocess.DEVNULL,

@@ -9,7 +9,7 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.models import gemma
 from sglang.srt.models.gemma2 import Gemma2ForCausalLM
 
-from mppo.models.families.activations import activation_name
+from mppo.models.families.family import activation_name
 
 _FORMS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 

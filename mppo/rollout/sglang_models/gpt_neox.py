@@ -16,7 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from mppo.models.families.activations import ACTIVATIONS, activation_name
+from mppo.models.families.family import ACTIVATIONS, activation_name
 
 
 class _Attention(nn.Module):

@@ -84,7 +84,7 @@ def recipe_to_train(
     # CUDA and NCCL read them later
     set_for_training(os.environ, recipe.rollout.sync == "distributed", interleaved)
     from mppo.parallel import device
-    from mppo.parallel.node.versions import check_versions
+    from mppo.parallel.node import check_versions
 
     device.check()
     if device.is_cuda():

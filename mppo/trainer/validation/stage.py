@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.episode import Episode
-from mppo.batch.moves import bring_ids_to_first
 from mppo.batch.prompt import Prompt
+from mppo.batch.shares import bring_ids_to_first
 from mppo.config.schema import Recipe
 from mppo.report.console import SampleRow
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed

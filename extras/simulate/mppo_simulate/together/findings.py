@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mppo.pipeline.rank_events import Rules
+from mppo.pipeline.deadlock import Rules
 from mppo_simulate.records import RankRecord
 from mppo_simulate.together.hangs import Hang, find_hangs
 from mppo_simulate.together.matching import Mismatch, match

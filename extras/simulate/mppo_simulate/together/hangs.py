@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mppo.pipeline.deadlock import find_hang
-from mppo.pipeline.rank_events import RankEvent, Rules
+from mppo.pipeline.deadlock import RankEvent, Rules, find_hang
 from mppo_simulate.records import RankRecord, Recorded
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mppo.pipeline.rank_events import Rules
+from mppo.pipeline.deadlock import Rules
 from mppo_simulate.records import RankRecord
 from mppo_simulate.together.findings import Findings
 

@@ -10,7 +10,7 @@ from mppo.config.gpu_types import GpuType
 from mppo.config.schema import Recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import QUEUES_INTERLEAVED
-from mppo.pipeline.rank_events import Rules
+from mppo.pipeline.deadlock import Rules
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo_simulate.case import RankCase

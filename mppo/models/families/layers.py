@@ -1,4 +1,4 @@
-"""A last layer that computes its MLP only for the tokens that predict a response."""
+"""Megatron's transformer layer in other forms: of some families, and at the end of a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,47 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+from mppo.models.norm import RMSNorm
+
+
+class SandwichLayer(TransformerLayer):
+    """Megatron's layer with ``post_attention_layernorm`` and ``post_mlp_layernorm``.
+    ``x = x + norm(attention(norm(x)))``, ``x = x + norm(mlp(norm(x)))``. Source: Gemma 2
+    (https://arxiv.org/abs/2408.00118)."""
+
+    def __init__(self, config, *args, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm = RMSNorm(config, size, eps)
+        self.post_mlp_layernorm = RMSNorm(config, size, eps)
+        self.self_attention.register_forward_hook(self._normalise_attention)
+        self.mlp.register_forward_hook(self._normalise_mlp)
+
+    def _normalise_attention(self, module, inputs, output: tuple[Tensor, Tensor | None]):
+        hidden, bias = output
+        return self.post_attention_layernorm(hidden), bias
+
+    def _normalise_mlp(self, module, inputs, output: tuple[Tensor, Tensor | None]):
+        hidden, bias = output
+        return self.post_mlp_layernorm(hidden), bias
+
+
+class ParallelLayer(TransformerLayer):
+    """Megatron's layer with ``x = x + attention(norm_1(x)) + mlp(norm_2(x))``. Megatron adds each
+    half to its residual; here the second half's norm (with Transformer Engine part of the first
+    product) reads the layer's input instead of that sum. Source: GPT-NeoX-20B
+    (https://arxiv.org/abs/2204.06745)."""
+
+    _input: Tensor | None = None
+
+    def _forward_attention(self, hidden_states: Tensor, *args, **kwargs):
+        self._input = hidden_states
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_pre_mlp_layernorm(self, hidden_states: Tensor) -> Tensor:
+        x, self._input = self._input, None
+        return super()._forward_pre_mlp_layernorm(x)
 
 
 class LastLayer(TransformerLayer):
