@@ -368,12 +368,11 @@ def test_a_trained_model_is_converted_verified_and_evaluated(cluster, undisturbe
     environ = {
         "MPPO_ROOT": str(ROOT),
         "MPPO_PYTHON": sys.executable,
-        "MPPO_RANKS_PER_NODE": "4",
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
     }
     for name, (script, *arguments) in jobs.items():
-        log = tmp_path / name
+        log, environ["MPPO_RANKS_PER_NODE"] = tmp_path / name, "4" if name == "eval" else "2"
         number = cluster.submit(
             f"--output={log}", str(ROOT / "slurm" / script), *arguments,
             environ=environ, cwd=tmp_path,

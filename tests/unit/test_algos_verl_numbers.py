@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mppo_migrate.verl_keys.translation import VerlTranslation
 
 from mppo import register
 from mppo.algos.group_baselines import OutcomeOptions, gdpo
@@ -20,7 +21,8 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
 )
 from mppo.algos.token_baseline import path_variance, token_baseline
-from mppo.config.load import read_recipe
+from mppo.config.document import apply_overrides
+from mppo.config.load import load_recipe
 
 NUMBERS = json.loads((Path(__file__).parent / "verl_losses.json").read_text())
 INSIDE = torch.tensor(NUMBERS["mask"]) > 0
@@ -161,8 +163,8 @@ def test_chained_rejections_equal_verls(name):
         f"algorithm.rollout_correction.rollout_rs={kinds}",
         (f"algorithm.rollout_correction.rollout_rs_threshold='{thresholds}'"),
     )  # as on verl's command line
-    recipe, issues = read_recipe(None, settings)
-    assert recipe is not None, issues
+    document, _ = apply_overrides({}, settings)
+    recipe = load_recipe(VerlTranslation(document).document)
     kept = MASK
     log_ratio = flat(NUMBERS["old"]) - flat(NUMBERS["engine"])
     for kind, upper, lower in recipe.algorithm.rollout_correction.rejections():
