@@ -95,7 +95,8 @@ def outcomes(models):
 
 
 def expected_logits(models, family, attention="eager"):
-    model = load_model(models / family, attention=attention)
+    model = load_model(models / family)
+    model.set_attn_implementation(attention)
     with torch.no_grad():
         return torch.cat([model(s[None]).logits[0] for s in sequences(model.config.vocab_size)])
 
