@@ -74,8 +74,8 @@ class EpisodeTokens(ComparedByValue):
     experts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.convert("ids", torch.int32)
-        self.convert("logprobs", torch.float32)
+        self._convert("ids", torch.int32)
+        self._convert("logprobs", torch.float32)
 
     @property
     def routed(self) -> tuple[int, int, int] | None:

@@ -20,7 +20,7 @@ class ComparedByValue:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # Python's way to say: not hashable
 
-    def convert(self, name: str, dtype: torch.dtype) -> None:
+    def _convert(self, name: str, dtype: torch.dtype) -> None:
         given = getattr(self, name)
         if not isinstance(given, Tensor) or given.dtype != dtype:
             object.__setattr__(self, name, torch.as_tensor(given, dtype=dtype))
@@ -57,4 +57,4 @@ class Prompt(ComparedByValue):
     messages: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        self.convert("token_ids", torch.int32)
+        self._convert("token_ids", torch.int32)

@@ -240,15 +240,11 @@ def build_scorer(
 def build_run_scorer(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    has_agent: bool,
     given: Callable[..., Any] | None = None,
 ) -> Scorer:
-    """``build_scorer`` of a recipe, which can score these prompts (``Scorer.check``)."""
     limit, with_model = recipe.data.max_response_length, recipe.reward_model.in_use
-    scorer = build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent, given)
-    scorer.check(prompts)
-    return scorer
+    has_agent = recipe.rollout.agent is not None
+    return build_scorer(recipe.reward, tokenizer, limit, with_model, has_agent, given)
 
 
 def build_reward_function(

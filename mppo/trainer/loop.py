@@ -146,8 +146,10 @@ def iterate(run: Run, step: int) -> dict[str, float]:
     if recipe.trainer.dump_rollouts:
         with run.stage("dump_rollouts", step):
             dump_step(run, step, rollout, outputs, experience)
-    with run.stage("adv", step):
-        experience = resample_experience(experience, algorithm, seed=recipe.trainer.seed + step)
+    if algorithm.use_pf_ppo:
+        with run.stage("adv", step):
+            seed = recipe.trainer.seed + step
+            experience = resample_experience(experience, algorithm.pf_ppo, seed)
     run.checkpoints.before_update()
     with run.stage("update", step), keeping_nonfinite_step(run, experience, step):
         actor_frozen = step <= recipe.trainer.critic_warmup

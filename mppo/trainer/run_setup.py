@@ -67,8 +67,8 @@ def build_run(
     configs = {role.name: read_config(role.path) for role in recipe.roles()}
     everything = [*training.prompts, *validation.prompts]
     check_token_ids(recipe, everything, configs)
-    has_agent = recipe.rollout.agent is not None
-    scorer = build_run_scorer(recipe, tokenizer, everything, has_agent, parts.reward)
+    scorer = build_run_scorer(recipe, tokenizer, parts.reward)
+    scorer.check(everything)
     agent = build_agent(recipe, parts.agent)
     replay = trainer.replay
     per_epoch = prompts.steps_per_epoch if replay is None else len(replay_folders(replay))

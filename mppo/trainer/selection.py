@@ -10,17 +10,13 @@ from torch import Tensor
 from mppo.algos import pf_ppo
 from mppo.batch.outputs import Experience
 from mppo.batch.selection import select_experience
-from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.config.sections.algorithm import PFPPOConfig
 
 
-def resample_experience(
-    experience: Experience, algorithm: AlgorithmConfig, seed: int
-) -> Experience:
-    """PF-PPO: draw as many episodes with replacement, by score, if the recipe enables it;
-    advantages are resampled and not recomputed (verl). ``seed`` differs for each step."""
-    if not algorithm.use_pf_ppo:
-        return experience
-    config, batch = algorithm.pf_ppo, experience.old.batch
+def resample_experience(experience: Experience, config: PFPPOConfig, seed: int) -> Experience:
+    """PF-PPO: draw as many episodes with replacement, by score; advantages are resampled and not
+    recomputed (verl). ``seed`` differs for each step."""
+    batch = experience.old.batch
     episodes = batch.episodes
     scores_E = batch.scores_B[episodes.last_E]
     weight_E = pf_ppo.resampling_weights(scores_E, config.reweight_method, config.weight_pow)

@@ -128,9 +128,9 @@ def compare_targets(folder: Path) -> None:
     from mppo.trainer.targets import policy_targets, value_targets
 
     complete = outputs_of(LENGTHS)
-    algorithm = AlgorithmConfig(adv_estimator="rloo", use_pf_ppo=True, pf_ppo=PFPPOConfig())
+    algorithm = AlgorithmConfig(adv_estimator="rloo")
     one, here = (
-        resample_experience(estimate(outputs, algorithm, 0.0), algorithm, seed=3)
+        resample_experience(estimate(outputs, algorithm, 0.0), PFPPOConfig(), seed=3)
         for outputs in (complete, shared(complete))
     )
     whole, batch = one.old.batch, here.old.batch

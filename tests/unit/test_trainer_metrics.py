@@ -11,7 +11,7 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.config.sections.algorithm import AlgorithmConfig, PFPPOConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience
@@ -34,8 +34,7 @@ def test_a_mismatch_that_nobody_computed_is_not_reported_not_even_of_a_resampled
     computed, taken = outputs_of(True), outputs_of(False)
     assert mismatch_metrics(computed, 1)[MISMATCH] == 0.0
     assert MISMATCH not in mismatch_metrics(taken, 1)
-    algorithm = AlgorithmConfig(use_pf_ppo=True)
-    experience = resample_experience(estimate(taken, algorithm, 0.0), algorithm, seed=0)
+    experience = resample_experience(estimate(taken, AlgorithmConfig(), 0.0), PFPPOConfig(), seed=0)
     # resampling copies tensors, so the flag cannot depend on object identity
     assert experience.old.logprobs_T is not experience.old.batch.rollout_logprobs_T
     assert MISMATCH not in mismatch_metrics(experience.old, 1)

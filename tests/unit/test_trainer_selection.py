@@ -22,9 +22,7 @@ def test_pf_ppo_resamples_complete_sequences():
     experience = estimate(
         outputs_of([3, 0, 5, 2], scores=[0.0, 0.0, 0.0, 9.0]), AlgorithmConfig(), 0
     )
-    assert resample_experience(experience, AlgorithmConfig(), 0) is experience
-    algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
-    drawn = resample_experience(experience, algorithm, seed=1)
+    drawn = resample_experience(experience, PFPPOConfig(reweight_method="pow"), seed=1)
     assert drawn.old.batch.scores_B.tolist() == [9.0] * 4
     expected = experience.advantages_T[-3:].repeat(4)
     torch.testing.assert_close(drawn.advantages_T, expected)
@@ -38,8 +36,7 @@ def test_pf_ppo_draws_episodes_with_all_their_sequences():
     outputs = outputs_of([3, 4, 5, 2], scores=[9.0, 9.0, 9.0, 0.0])
     outputs = replace(outputs, batch=_of_episodes(outputs.batch, 0, 0, 0, 1))
     experience = estimate(outputs, AlgorithmConfig(), 0)
-    algorithm = AlgorithmConfig(use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="pow"))
-    drawn = resample_experience(experience, algorithm, seed=1)
+    drawn = resample_experience(experience, PFPPOConfig(reweight_method="pow"), seed=1)
     assert drawn.old.batch.episode_B.tolist() == [0, 0, 0, 1, 1, 1], "drawn twice: two episodes"
     assert drawn.old.batch.response_B.tolist() == [3, 4, 5, 3, 4, 5]
 

@@ -43,7 +43,7 @@ def submit(run: Run, step: int, updates: int) -> PendingRollout:
     rollout, size = run.recipe.rollout, run.prompts.batch_size
     choice, count = _counts(run, step, updates)
     prompts = run.prompts.peek(count)
-    keys = [key_of(run, prompt, sample) for prompt in prompts for sample in range(rollout.n)]
+    keys = [each.uid * rollout.n + sample for each in prompts for sample in range(rollout.n)]
 
     def take(places: Sequence[int], episodes: Sequence[Episode]) -> None:
         run.early.take([keys[place] for place in places], episodes)
@@ -76,17 +76,13 @@ def _counts(run: Run, step: int, updates: int) -> tuple[int, int]:
     return choice, max(choice, batches * size)
 
 
-def key_of(run: Run, prompt: Prompt, sample: int) -> int:
-    return prompt.uid * run.recipe.rollout.n + sample
-
-
 def collect(run: Run, pending: PendingRollout) -> tuple[list[Prompt], list[int], list[Episode]]:
     """Wait for a batch of responses; return the answered prompts, each response's key of its early
     score, and the responses. Prompts before the last answered one that are not answered return to
     the prompt loader, and come first in a later batch."""
     n, episodes = run.recipe.rollout.n, pending.generation.collect()
     run.checkpoints.partial = pending.generation.left_over
-    keys = [key_of(run, each.prompt, i % n) for i, each in enumerate(episodes)]
+    keys = [each.prompt.uid * n + i % n for i, each in enumerate(episodes)]
     answered = {each.prompt.uid for each in episodes}
     last = max(i for i, prompt in enumerate(pending.prompts) if prompt.uid in answered)
     prompts = run.prompts.take(last + 1)
@@ -164,7 +160,7 @@ class DynamicSampling:
 
     def result(self) -> tuple[Rollout, dict[str, float]]:
         """The data to train on (with ``filter_groups``, of groups of differing scores); metrics."""
-        everything = _joined(self._found)
+        everything = self._found[0] if len(self._found) == 1 else _joined(self._found)
         episodes = everything.episodes
         metrics = reward_metrics(episodes, everything.greedy)
         if self._has_agent:

@@ -141,7 +141,8 @@ def prepare_evaluation(recipe: Recipe, info: LaunchInfo) -> Evaluation:
         raise ConfigError([NO_PROMPTS])
     check_token_ids(recipe, prompts, {"actor": config})
     agent = build_agent(recipe)
-    scorer = build_run_scorer(recipe, tokenizer, prompts, agent is not None)
+    scorer = build_run_scorer(recipe, tokenizer)
+    scorer.check(prompts)
     return Evaluation(recipe, folder, config, tokenizer, prompts, scorer, agent)
 
 
