@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mppo.config.errors import printable
 from mppo.config.sections.registered import load_plugin_files
-from mppo.parallel.launch import discover, quiet_libraries
+from mppo.parallel.launch import discover, keep_imports, prepare_imports
 from mppo.safety.redact import redacted_output
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: there is no folder {where}: correct the path", file=sys.stderr)
             return 2
     os.environ.setdefault("MPPO_DEVICE", "cpu")
-    quiet_libraries()
+    prepare_imports()
     from checkpoints_convert.job import Ranks  # here: --help does not need torch
     from mppo.parallel.process_group import process_group
     from mppo.supervision.rank_guard import RankGuard
@@ -67,6 +67,7 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
 
     from checkpoints_convert.commands import hf_to_megatron, inspect, megatron_to_hf
 
+    keep_imports()
     command, dtype_name = arguments.command, getattr(arguments, "dtype", None)
     dtype = None if dtype_name is None else getattr(torch, dtype_name)
     status = 0

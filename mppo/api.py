@@ -6,6 +6,7 @@ they are first used.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -107,3 +108,5 @@ def train(
     except AlreadyReported as reported:
         error = reported.__cause__ or reported
         raise error from error.__cause__
+    finally:
+        gc.unfreeze()  # the run's objects: this process may train again

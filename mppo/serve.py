@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mppo.config.errors import ConfigError, config_error
 from mppo.config.variables import unknown_variables
-from mppo.parallel.launch import quiet_libraries
+from mppo.parallel.launch import prepare_imports
 from mppo.safety.redact import redacted_output
 from mppo.safety.temporary import PRIVATE
 
@@ -31,7 +31,7 @@ from mppo.safety.temporary import PRIVATE
 def main(argv: Sequence[str] | None = None) -> int:
     """Become the server; exit code 2 for an invalid recipe, model, address or key."""
     arguments = _parser().parse_intermixed_args(argv)
-    quiet_libraries()
+    prepare_imports()
     from mppo.parallel import device
     from mppo.rollout.served_model import server_start
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE

@@ -8,6 +8,7 @@ overrides the choice of launcher.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import subprocess
@@ -29,6 +30,9 @@ PATIENCE_S = 30.0
 """Seconds that torchrun waits by default between the signal to stop and SIGKILL."""
 PARENT = os.getppid()
 """Process id of the launcher, unless the launcher exited before this module was imported."""
+_THRESHOLDS = gc.get_threshold()
+_WHILE_IMPORTING = 100_000
+"""New objects between two collections."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,25 @@ class LaunchInfo:
             )
 
 
-def quiet_libraries() -> None:
-    """Hide warnings of libraries on optional packages and deprecated calls: a user cannot act on
-    them. Call it before the libraries are imported."""
+def prepare_imports() -> None:
+    """Call it before torch, Megatron-Core and transformers are imported.
+
+    It hides their warnings on optional packages and deprecated calls, on which a user cannot act.
+    Until ``keep_imports`` garbage is collected rarely: the libraries make half a million objects,
+    and every collection would visit them.
+    """
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed)\.")
+    gc.set_threshold(_WHILE_IMPORTING, *_THRESHOLDS[1:])
+
+
+def keep_imports() -> None:
+    """Exempt all objects that exist now from collections of garbage. A full collection that visits
+    those of the libraries takes tenths of a second, on each rank at another moment of a step.
+    ``gc.unfreeze`` undoes it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
 
 
 def discover(environ: Mapping[str, str] | None = None) -> LaunchInfo:

@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes, quiet_libraries
+from mppo.parallel.launch import PARENT, LaunchInfo, discover, is_over_nodes, prepare_imports
 from mppo.safety.temporary import remove_leftovers
 from mppo.supervision.health import AwakeClock
 
@@ -108,7 +108,7 @@ class RankGuard:
 def start_guarded() -> tuple[LaunchInfo, RankGuard]:
     """Begin a program that a launcher may have started on many ranks; ValueError if the launcher's
     variables are wrong."""
-    quiet_libraries()
+    prepare_imports()
     info = discover()
     return info, RankGuard(info)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import subprocess
 import sys
@@ -14,7 +15,14 @@ from launched_run import mpirun, torchrun
 
 from mppo.parallel import launch, process_group
 from mppo.parallel.addresses import address_towards, free_port, interface_towards
-from mppo.parallel.launch import LaunchInfo, discover, launcher, tasks_on_node
+from mppo.parallel.launch import (
+    LaunchInfo,
+    discover,
+    keep_imports,
+    launcher,
+    prepare_imports,
+    tasks_on_node,
+)
 from mppo.parallel.process_group import check_distinct
 
 TORCHRUN = {
@@ -197,3 +205,18 @@ def test_ranks_with_one_gpu_are_named():
     check_distinct(["a", "b", "c"])
     with pytest.raises(ValueError, match=r"ranks 1 and 2 have the same GPU \(b\)"):
         check_distinct(["a", "b", "b"])
+
+
+def test_collections_of_garbage_spare_what_was_imported():
+    frozen = gc.get_freeze_count()
+    try:
+        prepare_imports()
+        meanwhile = gc.get_threshold()[0]
+        made = [[]]
+        keep_imports()
+        assert gc.get_threshold()[0] < meanwhile
+        assert gc.get_freeze_count() > frozen
+        assert not any(each is made for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+        gc.freeze()  # as ``conftest.py`` leaves it

@@ -24,7 +24,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import PROGRAM_ROUTES
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.variables import unknown_variables
-from mppo.parallel.launch import quiet_libraries
+from mppo.parallel.launch import prepare_imports
 from mppo.safety.bounded_http import is_loopback
 from mppo.safety.redact import redacted_output
 from mppo_reward_server.json_server import JsonServer, Route
@@ -106,7 +106,7 @@ def _check_key(host: str) -> str:
 def _routes(arguments: argparse.Namespace) -> Mapping[str, Route]:
     if arguments.sandbox:
         return PROGRAM_ROUTES.load("--sandbox", True, PROGRAM)()
-    quiet_libraries()
+    prepare_imports()
     from mppo_reward_server.routes import function_routes, model_routes  # here: they import torch
 
     if arguments.function:

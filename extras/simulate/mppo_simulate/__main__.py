@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.parallel.launch import quiet_libraries
+from mppo.parallel.launch import prepare_imports
 from mppo.safety.redact import redacted_output
 from mppo_simulate.options import add_arguments, options_of
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
-    quiet_libraries()
+    prepare_imports()
     from mppo_simulate.program import run_program  # it imports torch
 
     return run_program(arguments.config, arguments.overrides, options_of(arguments))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mppo.checkpoint.lock import run_folder_lock
 from mppo.config.schema import Recipe
 from mppo.parallel import device
-from mppo.parallel.launch import LaunchInfo, launcher_patience_s, parents_command
+from mppo.parallel.launch import LaunchInfo, keep_imports, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
 from mppo.report.opening import opening_lines
 from mppo.report.run_record import finished_steps, read_run
@@ -81,6 +81,7 @@ def train_and_export(
                 return RunResult(trainer.run_dir, 0, {})
             if run is None:
                 return _finished(recipe)
+            keep_imports()
             try:
                 with heartbeat.report_failures():  # at once: run.stop() may take long
                     train(run)

@@ -29,7 +29,7 @@ from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.check_weights import check_weights
 from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
-from mppo.parallel.launch import LaunchInfo
+from mppo.parallel.launch import LaunchInfo, keep_imports
 from mppo.parallel.process_group import process_group
 from mppo.rewards.scorer import Scorer, build_run_scorer
 from mppo.rollout.build import build_engine
@@ -208,6 +208,7 @@ def evaluate(
 
     engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
     engine = with_agent(engine, evaluation.agent, recipe, evaluation.tokenizer)
+    keep_imports()
     try:
         with phase("loading weights"):
             buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)
