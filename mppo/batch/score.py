@@ -19,7 +19,7 @@ class ResponseScore:
         error: why there is no score, if ``score`` is the number of ``reward.on_error``.
         unscored: the limit that the response exceeded, or what it did to its verifier: a key of
             ``rewards.scores.UNSCORED``. Without ``error``, it scores 0 for that reason.
-        token_rewards: of each token, on the rank that holds the response; empty: all 0.
+        token_rewards: one for each token, on the rank that holds the response; empty: all 0.
         answer: the final answer in the response; empty if it has none, None if nothing reads it.
         right: whether the response is right, before any shaping of the score; None if unknown.
     """

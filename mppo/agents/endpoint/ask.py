@@ -69,8 +69,8 @@ class PolicyAnswer:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """The answer to a client: JSON, or a stream's events if it asked for them. ``nodes``: the turns
-    that it contains."""
+    """A reply to a client: ``content`` as JSON, or ``events`` of a stream if the client asked for
+    one. ``nodes`` are the policy's turns in it."""
 
     content: Mapping[str, Any]
     events: str | None = None

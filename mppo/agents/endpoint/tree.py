@@ -57,8 +57,17 @@ class SampledTurn:
 
 @dataclass(eq=False)
 class TurnNode:
-    """A turn of the policy. ``given``: what others wrote after the parent, int32 ``[G]``; without a
-    parent the whole context. ``children`` turns follow it; it ends after ``length`` tokens."""
+    """A turn of the policy in a session's tree.
+
+    Args:
+        given: int32 ``[G]``, what others wrote after the parent's turn; without a parent, the
+            whole context.
+        asked: the messages of ``given``.
+        answer: the message of the turn.
+        key: of the messages up to the turn's end; a client that sends them goes on there.
+        children: number of turns that follow it.
+        length: number of tokens from the first one of the context to the turn's last one.
+    """
 
     parent: TurnNode | None
     given: Tensor

@@ -58,7 +58,7 @@ class JsonClient:
 
     def get(self, path: str, timeout_s: float | None = None) -> Any:
         """Return the answer to a GET; raises as ``post``."""
-        return self.post(path, None, timeout_s, method="GET")
+        return self._call("GET", path, None, timeout_s)
 
     def post(
         self,
@@ -67,7 +67,6 @@ class JsonClient:
         timeout_s: float | None = None,
         progress_at: Callable[[], float] | None = None,
         parse: Callable[[bytes], Any] = parse_answer,
-        method: str = "POST",
     ) -> Any:
         """POST ``body`` as JSON and return the answer.
 
@@ -80,7 +79,17 @@ class JsonClient:
             RequestRefused: status 4xx.
             ServerLost: any other failure; the request may be repeated on another server.
         """
-        text = json.dumps(body or {}) if method == "POST" else None
+        return self._call("POST", path, json.dumps(body or {}), timeout_s, progress_at, parse)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        text: str | None,
+        timeout_s: float | None,
+        progress_at: Callable[[], float] | None = None,
+        parse: Callable[[bytes], Any] = parse_answer,
+    ) -> Any:
         limit = self.timeout_s if timeout_s is None else timeout_s
         for fresh in (False, True):
             connection = None if fresh else self._kept()

@@ -122,7 +122,7 @@ class VerlTranslation:
 
 
 def _bounds(value: Any) -> list[tuple[float | None, float]] | None:
-    """Lower and upper bound of each part of a threshold; None if it is no text of numbers."""
+    """Lower and upper bound of each part of a threshold; None if it is not a string of numbers."""
     if not isinstance(value, str):
         return None
     try:
