@@ -17,7 +17,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OF_THE_MACHINE = ("timing", "perf/", "eps")
+OF_THE_MACHINE = (
+    "timing", "perf/", "eps", "conversation/agent_s/", "conversation/generation_s/",
+)  # fmt: skip
 
 
 def train(checkout: Path, recipe: str, run_dir: Path, overrides: list[str]) -> list[dict]:
