@@ -16,11 +16,11 @@ from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe, source_file
 from mppo.config.schema import Recipe
 from mppo.parallel.environment import set_for_training
-from mppo.parallel.launch import discover
+from mppo.parallel.launch import LaunchInfo, discover
 from mppo.report.run_record import RunRecord, read_run
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
-from mppo.supervision.rank_guard import start_guarded
+from mppo.supervision.rank_guard import RankGuard, start_guarded
 from mppo.trainer.start.checked_recipe import planned_run, recipe_to_train
 from mppo.trainer.start.user_parts import Callbacks, UserParts
 
@@ -97,16 +97,23 @@ def train(
     """
     set_for_training(os.environ)  # before torch is imported: CUDA reads its variables once
     parts = UserParts(reward, agent, Callbacks(callbacks))
-    info, guard = start_guarded()
-    checked = recipe_to_train(recipe, parts.overrides(), info, guard, parts)
+    thresholds = gc.get_threshold()
+    try:
+        info, guard = start_guarded()
+        checked = recipe_to_train(recipe, parts.overrides(), info, guard, parts)
+        return _trained(checked, info, guard, parts)
+    finally:
+        gc.unfreeze()  # the run's objects: this process may train again
+        gc.set_threshold(*thresholds)
+
+
+def _trained(recipe: Recipe, info: LaunchInfo, guard: RankGuard, parts: UserParts) -> RunResult:
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
     from mppo.trainer.start.session import train_and_export
 
     try:
         with no_early_success():
-            return train_and_export(checked, info, guard, parts)
+            return train_and_export(recipe, info, guard, parts)
     except AlreadyReported as reported:
         error = reported.__cause__ or reported
         raise error from error.__cause__
-    finally:
-        gc.unfreeze()  # the run's objects: this process may train again

@@ -68,9 +68,9 @@ def prepare_imports() -> None:
 
 
 def keep_imports() -> None:
-    """Exempt all objects that exist now from collections of garbage. A full collection that visits
-    those of the libraries takes tenths of a second, on each rank at another moment of a step.
-    ``gc.unfreeze`` undoes it."""
+    """Collect garbage as often as before ``prepare_imports``, but never among the objects that
+    exist now. A full collection that visits those of the libraries takes tenths of a second, on
+    each rank at another moment of a step. ``gc.unfreeze`` undoes it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

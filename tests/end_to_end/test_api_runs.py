@@ -48,6 +48,8 @@ def make_reward(scale):
         return {"score": scale * len(solution_str), "length": len(solution_str)}
     return score
 
+import gc
+gc.set_threshold(901, 7, 7)
 reward = make_reward(0.5)
 result = mppo.train(recipe("one"), reward=reward, callbacks=[Watch()])
 run = mppo.read_run(result.folder)
@@ -93,6 +95,7 @@ try:
     mppo.train(recipe("parameters"), reward=lambda response: 1.0)
 except mppo.ConfigError as error:
     faults.append(error.issues[0].why)
+assert gc.get_threshold() == (901, 7, 7) and gc.get_freeze_count() == 0, "as the program left them"
 talks = recipe("agent", "rollout.agent={path: x:y, arguments: {bonus: 0.5}}", "reward.on_error=0")
 found = mppo.train(talks, agent=Agent)
 assert found.metrics["critic/score/mean"] == 1.5

@@ -24,7 +24,7 @@ from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.extras import PROGRAM_ROUTES
 from mppo.config.sections.reward import RewardConfig
 from mppo.config.variables import unknown_variables
-from mppo.parallel.launch import prepare_imports
+from mppo.parallel.launch import keep_imports, prepare_imports
 from mppo.safety.bounded_http import is_loopback
 from mppo.safety.redact import redacted_output
 from mppo_reward_server.json_server import JsonServer, Route
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = _check_key(arguments.host)
         routes = _routes(arguments)
         server = _listen(arguments.host, arguments.port, routes, key)
+        keep_imports()
     except (ConfigError, RuntimeError, ValueError) as error:
         print(f"mppo: {error}", file=sys.stderr)
         return 2

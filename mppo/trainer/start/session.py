@@ -81,8 +81,8 @@ def train_and_export(
                 return RunResult(trainer.run_dir, 0, {})
             if run is None:
                 return _finished(recipe)
-            keep_imports()
             try:
+                keep_imports()
                 with heartbeat.report_failures():  # at once: run.stop() may take long
                     train(run)
                     _export(run)

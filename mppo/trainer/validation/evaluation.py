@@ -208,8 +208,8 @@ def evaluate(
 
     engine = build_engine(recipe, companion_folder(folder), evaluation.config, evaluation.files)
     engine = with_agent(engine, evaluation.agent, recipe, evaluation.tokenizer)
-    keep_imports()
     try:
+        keep_imports()
         with phase("loading weights"):
             buckets = model_buckets(folder, evaluation.config, recipe.rollout.sync_bucket_mb << 20)
             engine.update_weights(buckets, 0)
