@@ -69,7 +69,8 @@ class ChatRenderer:
     Args:
         key: the recipe key that asks for a chat template, for messages.
         add_generation_prompt: end with what comes before a response.
-        together: number of conversations for which the limit of time holds; 0: for each.
+        together: number of conversations for which the limit of time holds, and of which the first
+            that fails ends the process; 0: for each.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ChatRenderer:
         self, conversations: Sequence[Messages], tools: Messages = ()
     ) -> list[str | ConfigError]:
         """The texts, with an error in place of each conversation that cannot be rendered, up to the
-        one that exceeds a limit of time or memory."""
+        one that exceeds a limit of time or memory (with ``together``, up to the first error)."""
         template = _template_of(self._tokenizer, self._key)
         if template == CHAT_TEMPLATE:  # the embedded models' needs no limits
             return self._tokenizer.apply_chat_template(  # type: ignore[return-value]

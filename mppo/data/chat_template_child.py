@@ -6,7 +6,7 @@ JSON:
     path: Python's search path; template, variables: the Jinja text and its variables
     add_generation_prompt: end with what comes before a response
     cpu_s, memory_mb: limits, added to what the imports used; max_characters: of one rendered text
-    together: whether cpu_s holds for all conversations together; else for each
+    together: cpu_s holds for all conversations, and the first error is the end; else for each
 
 Each further line is a conversation with further variables, as ``[messages, variables]``. Writes a
 JSON line per conversation: its text, or ``{"error": text}``.
@@ -56,6 +56,8 @@ def main():
         except Exception as error:
             text = {"error": f"{type(error).__name__} in prompt {number}: {error}"[:500]}
         print(json.dumps(text), flush=True)  # of a process killed later, these are complete
+        if job["together"] and not isinstance(text, str):
+            return
 
 
 if __name__ == "__main__":

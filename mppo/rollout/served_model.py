@@ -66,7 +66,7 @@ def _model_folder(recipe: Recipe) -> Path:
     issues = check_model_folder("model.path", name)
     folder = Path(name) if issues else resolve_model(name, seed=recipe.trainer.seed)
     if not issues and is_megatron_checkpoint(folder):
-        fix = "export it with python -m checkpoints_convert export, and serve that folder"
+        fix = "export it with python -m checkpoints_convert megatron-to-hf, and serve that folder"
         why = "is a Megatron checkpoint, which SGLang cannot read"
         issues = [ConfigIssue("model.path", name, why, fix)]
     if issues:

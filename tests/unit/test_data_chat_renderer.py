@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -65,6 +66,15 @@ def test_a_conversation_that_fails_or_exceeds_a_limit_stops_no_other(tokenizer, 
     errors = [str(each) for each in found if isinstance(each, ConfigError)]
     assert ["no call" in errors[0], "takes more than" in errors[1]] == [True, True]
     assert "5000" in errors[2]
+
+
+def test_the_first_failing_prompt_of_a_data_set_ends_the_process(tokenizer):
+    fails, good = CONVERSATIONS[2], CONVERSATIONS[0]
+    with closing(ChatRenderer(tokenizer, KEY, together=3)) as renderer:
+        found = renderer.render_some([good, fails, good])
+    assert [type(each) for each in found] == [str, ConfigError, ConfigError]
+    with pytest.raises(ConfigError, match=r"fails: .* in prompt 2: no call"):
+        render_with(tokenizer, [good, fails, good], KEY)
 
 
 def test_threads_share_it_and_it_starts_again_after_its_end(renderer):
