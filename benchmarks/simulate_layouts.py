@@ -32,10 +32,10 @@ from mppo_simulate.together.choice import representative_ranks
 from mppo_simulate.together.findings import find
 from mppo_simulate.together.run import record_ranks, rules_of
 
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import find_gpu
 from mppo.config.schema import Recipe
+from mppo.trainer.start.loading import load_checked
 
 BASE = Path(__file__).parents[1] / "recipes" / "qwen2_7b_seq_balance.yaml"
 LAYERS = 840

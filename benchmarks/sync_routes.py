@@ -21,13 +21,13 @@ import torch
 import transformers
 from record import alternate, parser, record
 
+from mppo.config.model_shape import model_shape
 from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.layout import Layout
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.weights.bucket import WeightBucket
-from mppo.weights.shape import model_shape
 from mppo.weights.slices.reshard import ReshardPlanner
 from mppo.weights.table import parameter_table
 

@@ -14,6 +14,7 @@ import yaml
 from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
 from checkpoints_convert.run_config import RUN_CONFIG, run_config
+from mppo.config.model_shape import ModelShape, model_shape
 from mppo.hub.builtin import read_model_config
 from mppo.safety.input_files import read_json
 from mppo.weights.hf.folder import HFFolder
@@ -33,7 +34,6 @@ from mppo.weights.model_folder import (
     companion_folder,
     weights_folder,
 )
-from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.conversion import EXTRA_FILE, MegatronIndex, plan_hf, plan_megatron
 from mppo.weights.torch_dist.format import write_metadata as write_checkpoint_index

@@ -207,11 +207,11 @@ def _read_reports(text: str) -> list[NodeReport]:
 
 def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> None:
     # imported here: `collect` runs on every node and does not need them
-    from mppo.config.checks import load_checked
     from mppo.hub.data_sets import fetch_data_set
     from mppo.hub.download import fetch_model
     from mppo.supervision import exit_report
     from mppo.trainer.start.checked_recipe import check_engine, check_role, read_config
+    from mppo.trainer.start.loading import load_checked
     from mppo.trainer.start.user_code import input_issues
 
     remarks: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,17 @@ class ConfigError(InputError):
 def config_error(key: str, value: Any, why: str, fix: str, source: str = "recipe") -> ConfigError:
     """The error of a single issue."""
     return ConfigError([ConfigIssue(key, value, why, fix)], source)
+
+
+def path_issues(
+    key: str, name: str, check: Callable[[str, str], Iterator[ConfigIssue]]
+) -> list[ConfigIssue]:
+    """The issues that ``check`` finds, or one for a path that is invalid or not readable."""
+    try:
+        return list(check(key, name))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        return [ConfigIssue(key, name, why, "give a path that can be read")]
 
 
 def printable(text: str) -> str:

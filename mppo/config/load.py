@@ -81,40 +81,54 @@ def read_recipe(
     given: Given, overrides: Sequence[str] = (), remarks: list[str] | None = None
 ) -> tuple[Recipe | None, list[ConfigIssue]]:
     """Load a recipe, with ``section.key=value`` settings of which later ones win, and return its
-    issues instead of raising.
+    issues instead of raising. Four passes: parse the file and its bases under mppo's names of keys,
+    apply the settings, add what other keys decide, and validate.
 
     Keys with an issue have their default; the recipe is None if that is impossible. ``remarks``
     receives a line for the log for every key that is given twice or from which others are computed.
     """
-    issues: list[ConfigIssue] = []
-    document: dict[str, Any] = {}
-    if isinstance(given, Recipe):
-        document = given.model_dump(mode="json")
-    elif isinstance(given, Mapping):
-        document, issues = document_of(given)
-    elif given is not None:
-        document, issues = read_document(Path(given))
-        if not document and issues:
-            return None, issues
+    document, issues = _parse(given)
+    if isinstance(given, str | Path) and issues and not document:
+        return None, issues
     document, override_issues = apply_overrides(document, overrides)
     issues += override_issues
     remarks = [] if remarks is None else remarks
     remarks += repeated_overrides(overrides)
-    document = computed_keys(document, issues, remarks)
-    issues += load_plugins(document)
-    document = merge_documents(following_environment(document), document)
-    document = _normalise(apply_preset(document), Recipe, "", issues)
+    document = _complete(document, issues, remarks)
+    return _validate(document, issues), issues
+
+
+def _parse(given: Given) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    if given is None:
+        return {}, []
+    if isinstance(given, Recipe):
+        return given.model_dump(mode="json"), []
+    return document_of(given) if isinstance(given, Mapping) else read_document(Path(given))
+
+
+def _complete(
+    document: Mapping[str, Any], issues: list[ConfigIssue], remarks: list[str]
+) -> dict[str, Any]:
+    """Add the keys that follow from others, of the agent's environment and of the preset, to those
+    that are given."""
+    given = computed_keys(document, issues, remarks)
+    issues += load_plugins(given)
+    given = merge_documents(following_environment(given), given)
+    return _normalise(apply_preset(given), Recipe, "", issues)
+
+
+def _validate(document: dict[str, Any], issues: list[ConfigIssue]) -> Recipe | None:
     try:
-        return Recipe.model_validate(document), issues
+        return Recipe.model_validate(document)
     except ValidationError as error:
         issues += translate(error)
         for entry in error.errors():
             _drop(document, [part for part in entry["loc"] if not _is_branch(part)])
     # once more with defaults for the refused keys, so that the rules can check all others
     try:
-        return Recipe.model_validate(document), issues
+        return Recipe.model_validate(document)
     except ValidationError:
-        return None, issues
+        return None
 
 
 def repeated_overrides(overrides: Sequence[str]) -> list[str]:

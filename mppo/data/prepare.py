@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import config_error
-from mppo.config.rules.files import DATA_ENDINGS, DATA_FORMS
+from mppo.config.sections.data import DATA_ENDINGS, DATA_FORMS
 from mppo.data.rows import BadRow, check_prompt, look_up, read_converted
 
 SPLITS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import config_error
-from mppo.config.rules.files import DATA_FORMS
+from mppo.config.sections.data import DATA_FORMS
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, parse_json, read_text
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from mppo.config.errors import ConfigError, config_error, nearest
-from mppo.config.rules.files import no_model_folder
+from mppo.hub.local_model import BUILTIN_PREFIX, no_model_folder
 from mppo.hub.tokenizing import check_growth
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
@@ -30,7 +30,6 @@ from mppo.weights.model_folder import companion_folder, weights_folder
 if TYPE_CHECKING:  # imported where they are used: the check of a recipe takes a second without
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-PREFIX = "builtin:"
 PAD, BOS, EOS, SEP = "<pad>", "<bos>", "<eos>", "<sep>"
 VOCAB = (PAD, BOS, EOS, SEP, *sorted(pre_tokenizers.ByteLevel.alphabet()))
 
@@ -106,8 +105,10 @@ def resolve_model(path: str, cache_dir: str | Path | None = None, seed: int = 0)
     Raises:
         ConfigError: no such folder, no config.json in it, or no such embedded model.
     """
-    if path.startswith(PREFIX):
-        return _write_builtin(path.removeprefix(PREFIX), Path(cache_dir or cache_folder()), seed)
+    if path.startswith(BUILTIN_PREFIX):
+        return _write_builtin(
+            path.removeprefix(BUILTIN_PREFIX), Path(cache_dir or cache_folder()), seed
+        )
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError([no_model_folder("model.path", path)])
@@ -232,11 +233,11 @@ def _tokenizer_error(folder: str | Path, why: str, fix: str) -> ConfigError:
 
 def _write_builtin(name: str, cache_dir: Path, seed: int) -> Path:
     if name not in MODELS:
-        known = [PREFIX + each for each in MODELS]
-        guess = nearest(PREFIX + name, known)
+        known = [BUILTIN_PREFIX + each for each in MODELS]
+        guess = nearest(BUILTIN_PREFIX + name, known)
         hint = f"did you mean {guess!r}? " if guess else ""
         fix = f"{hint}the embedded models are {', '.join(known)}"
-        raise config_error("model.path", PREFIX + name, "no such embedded model", fix)
+        raise config_error("model.path", BUILTIN_PREFIX + name, "no such embedded model", fix)
     parts: list[Any] = [MODELS[name], VOCAB, CHAT_TEMPLATE]
     if name in REWARD_MODELS:
         parts += [0, REWARDED]

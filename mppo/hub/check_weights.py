@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
-from mppo.config.rules.files import BUILTIN_PREFIX
+from mppo.config.model_shape import model_shape, with_value_bins
 from mppo.config.sections.role_config import RoleConfig
 from mppo.config.sections.roles import CriticConfig
 from mppo.hub.builtin import REWARD_MODELS
+from mppo.hub.local_model import BUILTIN_PREFIX
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files
 from mppo.weights.load import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
-from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import CheckpointReader

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.config.model_shape import model_shape, with_value_bins
 from mppo.config.sections.role_config import RoleConfig
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import DTYPES, transformer_config
@@ -31,7 +32,6 @@ from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.frozen import freeze_parameters
-from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import parameter_table
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.config.model_shape import model_shape
 from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.value_head import initial_std
 from mppo.models.stage import Stage
@@ -19,7 +20,6 @@ from mppo.parallel.moved_storages import MovedStorages
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
-from mppo.weights.shape import model_shape
 from mppo.weights.slices.source import SliceSource
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table

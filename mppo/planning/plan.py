@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from mppo.config.model_shape import model_shape, with_value_bins
 from mppo.config.schedule import schedule_kind, streams_forward
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
@@ -34,7 +35,6 @@ from mppo.planning.token_budgets import (
     given_budgets,
     with_budgets,
 )
-from mppo.weights.shape import model_shape, with_value_bins
 from mppo.weights.table import Table, parameter_table
 
 

@@ -16,6 +16,7 @@ from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
+from mppo.config.model_shape import model_shape
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
 from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
@@ -38,7 +39,6 @@ from mppo.trainer.failures import storage_message
 from mppo.trainer.generation.stage import Rollout, pack_scored
 from mppo.trainer.metrics import conversation_metrics, reward_metrics
 from mppo.trainer.run import Run
-from mppo.weights.shape import model_shape
 
 _LEFT_OUT = ("old.ref_hidden_T",)
 """Not dumped: a hidden state has thousands of numbers per token, and a replay computes it."""

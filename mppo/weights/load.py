@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from mppo.config.model_shape import ModelShape, model_shape
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.safety.input_error import InputError
 from mppo.weights.blocks import ZERO
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.names import hf_names
-from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.slots import Slot, assert_partition, find_slots
 from mppo.weights.table import parameter_table
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mppo.config.model_shape import ModelShape
 from mppo.weights.blocks import BlockKind
 from mppo.weights.names import HFNames, hf_names
-from mppo.weights.shape import ModelShape
 
 Where = Literal["embedding", "layer", "dense", "sparse", "expert", "final", "output", "value"]
 Group = Literal["tp", "etp"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mppo.config.model_shape import model_shape
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
 from mppo.safety.disk import FileEntry, file_checksum, write_marker
@@ -23,7 +24,6 @@ from mppo.weights.hf.output_folder import (
     write_index,
     write_tensor,
 )
-from mppo.weights.shape import model_shape
 from mppo.weights.stream import WeightStream
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mppo.config.model_shape import ModelShape
 from mppo.weights.blocks import Block, shard_blocks
 from mppo.weights.rows import Row, Shape, model_rows
-from mppo.weights.shape import ModelShape
 
 LAYER = "decoder.layers.{l}."
 LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mppo.config.model_shape import ModelShape, model_shape
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.rollout.transport.slice_load import load, slice_table
 from mppo.rollout.transport.slice_sync import message_row
 from mppo.weights.blocks import ZERO
-from mppo.weights.shape import ModelShape, model_shape
 from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.reshard import engine_blocks, engine_tensor
 from mppo.weights.slices.source import SliceStream

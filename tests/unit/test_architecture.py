@@ -32,7 +32,7 @@ PURE = frozenset(
         "mppo.pipeline.schedule",
         "mppo.pipeline.checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
         "mppo.pipeline.stage_events",
-        "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows", "mppo.weights.shape",
+        "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows",
         "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",
         "mppo.weights.torch_dist.contents",
@@ -48,10 +48,10 @@ LAYERS = (
     {"safety", "cpu"},
     {"register"},
     {"algos", "parallel"},
+    {"config"},
     {"batch"},
     {"weights"},
     {"dumps"},
-    {"config"},
     {"supervision"},
     {"pipeline", "hub"},
     {"data", "models", "report"},
@@ -155,6 +155,18 @@ def test_parallel_imports_no_formula_and_no_recipe():
         for target in ours(path)
     }
     assert rooms <= {"parallel", "cpu", "safety"}
+
+
+def test_the_recipe_imports_no_files_of_runs_and_no_ranks():
+    """Of ``parallel`` only the sizes of a layout, which ``megatron`` of a role describes."""
+    found = {
+        target
+        for module, path in modules().items()
+        if room_of(module) == "config"
+        for target in ours(path)
+        if room_of(target) not in ("config", "safety", "register") and not is_package(target)
+    }
+    assert found == {"mppo.parallel.layout"}
 
 
 def test_files_do_not_import_each_other_in_a_circle():

@@ -19,8 +19,8 @@ from bad_recipe import (
 from bad_recipes import layouts, rewards, runs, settings
 from light_programs import LightPrograms
 
-from mppo.config.checks import load_checked
 from mppo.train import main
+from mppo.trainer.start.loading import load_checked
 
 TABLES = (settings.SETTINGS, runs.AGENTS, runs.CODE, runs.OFFLOAD, runs.VALIDATION, runs.DUMPS,
           rewards.REWARD_MODELS, rewards.REWARD_SERVERS)  # fmt: skip

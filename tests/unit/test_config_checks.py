@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mppo.config.checks import check_recipe, load_checked
+from mppo.config.checks import check_recipe
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
+from mppo.config.model_shape import model_shape
 from mppo.config.rules.rule import RULES, world_size_of
 from mppo.parallel.layout import Layout
 from mppo.planning.describe import describe_plan
@@ -20,7 +21,7 @@ from mppo.planning.memory import (
     stage_layers,
 )
 from mppo.planning.plan import plan_roles
-from mppo.weights.shape import model_shape
+from mppo.trainer.start.loading import load_checked
 from mppo.weights.table import parameter_table
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"

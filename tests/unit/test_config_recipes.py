@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from mppo.config.checks import load_checked
 from mppo.config.document import parse_yaml
 from mppo.config.load import load_recipe
 from mppo.config.rules.rule import world_size_of
@@ -16,6 +15,7 @@ from mppo.hub.builtin import resolve_model
 from mppo.planning.describe import describe_plan
 from mppo.planning.plan import plan_roles
 from mppo.train import main
+from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -8,11 +8,11 @@ import re
 import pytest
 from bad_recipe import GOOD, assert_one_fault
 
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.data.source import load_prompts
 from mppo.hub.builtin import byte_tokenizer
 from mppo.train import main
+from mppo.trainer.start.loading import load_checked
 
 # lines of a jsonl file and settings: name, text, settings, message
 DATA = [

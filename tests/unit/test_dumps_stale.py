@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from random_dump import write_dump
 
-from mppo.config.rules.files import check_files
 from mppo.config.schema import Recipe
 from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.inspection import main as inspect
@@ -18,6 +17,7 @@ from mppo.report.html.page import page_data
 from mppo.report.reporter import Reporter
 from mppo.report.run_record import read_events
 from mppo.trainer.dump import replay_folders
+from mppo.trainer.start.file_checks import check_files
 
 LAST = 9
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.trainer.start.checked_recipe import concerns_evaluation
+from mppo.trainer.start.loading import load_checked
 
 RECIPE = {
     "model": {"path": "builtin:tiny", "dtype": "float32"},

@@ -13,9 +13,9 @@ import pytest
 import torch
 from launched_run import LaunchedRun
 
-from mppo.config.checks import load_checked
 from mppo.hub.builtin import read_model_config
 from mppo.planning.plan import plan_roles
+from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

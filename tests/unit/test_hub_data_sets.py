@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.checks import load_checked
 from mppo.config.data_set_name import DataSetName, parse_data_set
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "1" * 40

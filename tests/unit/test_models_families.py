@@ -11,6 +11,7 @@ from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLA
 
 from mppo import register
 from mppo.config.load import load_recipe
+from mppo.config.model_shape import check_model_type, model_shape
 from mppo.hub.builtin import read_model_config
 from mppo.models.families.architectures import family_config
 from mppo.models.families.architectures import llama as build_llama
@@ -18,7 +19,6 @@ from mppo.models.families.family import gelu_tanh
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.weights.load import is_extra_layer
 from mppo.weights.names import HFNames, hf_names
-from mppo.weights.shape import check_model_type, model_shape
 
 
 def llama(**config):

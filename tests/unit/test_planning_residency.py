@@ -9,7 +9,6 @@ import pytest
 from recipe_list import GPU_RECIPES
 from test_config_checks import DENSE, models, recipe
 
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.gpu_types import GIB, GPU_TYPES, GpuType
 from mppo.config.rules.rule import world_size_of
@@ -30,6 +29,7 @@ from mppo.planning.plan import plan_roles
 from mppo.planning.residency import GENERATION, TRAINED_PARTS, residency
 from mppo.planning.verdict import EXIT_TOO_LARGE, judge, planned_moments
 from mppo.train import main
+from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"

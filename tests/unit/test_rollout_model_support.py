@@ -9,11 +9,11 @@ import transformers as hf
 from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, TIED, YARN
 
 from mppo import register
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.rollout.sglang.model_support import SERVED, engine_issues, sglang_settings
 from mppo.rollout.sglang.server_options import server_environment, server_options
+from mppo.trainer.start.loading import load_checked
 
 WINDOW = 100
 LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mppo.config.model_shape import MLAShape, ModelShape
 from mppo.parallel.layout import Layout
 from mppo.weights.blocks import ZERO, padded_vocab_size
-from mppo.weights.shape import MLAShape, ModelShape
 from mppo.weights.slices.reshard import ReshardPlanner, engine_blocks, engine_tensor
 from mppo.weights.stream import plan_units
 from mppo.weights.table import Entry, parameter_table

@@ -14,8 +14,8 @@ from mppo.config.checks import check_recipe
 from mppo.config.document import inline_yaml, parse_yaml
 from mppo.config.load import PATH_KEYS, read_recipe
 from mppo.config.other_systems import system_of
-from mppo.config.rules.files import is_hub_name
 from mppo.config.rules.rule import world_size_of
+from mppo.hub.local_model import is_hub_name
 from mppo_migrate.row import Flags, Key, Operand, Setting, System, Without
 from mppo_migrate.shell import Command
 from mppo_migrate.versions import explained

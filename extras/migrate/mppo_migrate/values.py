@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mppo.config.data_set_name import PREFIX, is_data_set_name
-from mppo.config.rules.files import DATA_ENDINGS
+from mppo.config.sections.data import DATA_ENDINGS
 from mppo_migrate.row import Flags, Setting
 
 

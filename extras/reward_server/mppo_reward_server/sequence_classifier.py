@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.files import check_model_folder
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.hub.local_model import check_model_folder
 from mppo.parallel import device
 
 KEY = "--model"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.config.model_shape import model_shape
 from mppo.config.sections.role_config import RoleConfig
 from mppo.models import role_weights
 from mppo.models.attention import core
@@ -24,7 +25,6 @@ from mppo.weights import stream
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.load import load_hf_weights
-from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 from mppo_simulate.expert_choices import ExpertChoices
 from mppo_simulate.gpu import attention_kernels, norm_kernel

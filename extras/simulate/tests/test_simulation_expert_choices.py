@@ -9,11 +9,11 @@ import torch
 from mppo_simulate.expert_choices import tokens_of_a_router
 from mppo_simulate.inputs import longest_batch
 
-from mppo.config.checks import load_checked
 from mppo.hub.model_config import ModelConfigs
 from mppo.models.attention.context import ContextPlace
 from mppo.models.microbatch import cut
 from mppo.parallel.layout import Layout
+from mppo.trainer.start.loading import load_checked
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen2_7b_rm.yaml"
 SMALL = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=1",

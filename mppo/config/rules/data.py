@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mppo.config.data_set_name import FORM, is_data_set, parse_data_set
 from mppo.config.errors import ConfigIssue
-from mppo.config.rules.files import data_files
 from mppo.config.rules.rule import RuleContext, rule
 
 
@@ -33,7 +32,7 @@ def prompts_have_one_source(context: RuleContext) -> Iterator[ConfigIssue]:
 @rule("data")
 def data_sets_have_names(context: RuleContext) -> Iterator[ConfigIssue]:
     """A name that begins with ``hf:`` has the form of a data set's name."""
-    for key, names in data_files(context.recipe.data).items():
+    for key, names in context.recipe.data.files.items():
         for name in filter(is_data_set, names):
             try:
                 parse_data_set(name, "train")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import lcm
 
 from mppo.config.errors import ConfigIssue
+from mppo.config.model_shape import ModelShape
 from mppo.config.rules.rule import MODEL_KEYS, RuleContext, model_rule, role_rule, rule
 from mppo.config.sections.megatron import MegatronConfig
 from mppo.config.sections.role_config import RoleConfig
-from mppo.weights.shape import ModelShape
 
 
 def divisors(number: int) -> str:

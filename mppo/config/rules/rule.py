@@ -13,9 +13,9 @@ from math import lcm
 from typing import Any
 
 from mppo.config.errors import ConfigIssue
+from mppo.config.model_shape import ModelShape
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
-from mppo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mppo.config.errors import ConfigError, ConfigIssue
@@ -398,3 +399,19 @@ def gpu_is_known(context: RuleContext) -> Iterator[ConfigIssue]:
         find_gpu(str(gpu), "trainer.gpu")
     except ConfigError as error:
         yield from error.issues
+
+
+@rule("critic.freeze", "algorithm.adv_estimator")
+def patterns_are_regular_expressions(context: RuleContext) -> Iterator[ConfigIssue]:
+    """Every pattern is a regular expression, and there is a critic."""
+    patterns = context.recipe.critic.freeze
+    if patterns and not context.recipe.algorithm.uses_critic:
+        estimator = context.recipe.algorithm.adv_estimator
+        why = f"algorithm.adv_estimator = {estimator} trains no critic"
+        yield ConfigIssue("critic.freeze", list(patterns), why, "leave it out, or choose gae")
+    for index, pattern in enumerate(patterns):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            key, why = f"critic.freeze.{index}", f"is not a regular expression: {error}"
+            yield ConfigIssue(key, pattern, why, "such as self_attn, or layers\\.[0-3]\\.mlp")

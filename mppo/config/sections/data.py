@@ -8,6 +8,9 @@ from pydantic import Field
 
 from mppo.config.sections.section import Section
 
+DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
+DATA_FORMS = ".jsonl (a JSON object per line), .json (a list of objects) or .parquet"
+
 
 class SourceConfig(Section):
     """One of several sources of prompts that are mixed.
@@ -120,6 +123,15 @@ class DataConfig(Section):
             f"data.sources.{index}": self._filled(source)
             for index, source in enumerate(self.sources)
         }
+
+    @property
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """The data files by key."""
+        files = {"data.ptx_files": self.ptx_files}
+        for key, source in self.prompt_sources.items():
+            files[f"{key}.train_files"] = source.train_files
+            files[f"{key}.val_files"] = source.val_files
+        return files
 
     def _filled(self, source: SourceConfig) -> SourceConfig:
         names = _SHARED - {"task"}  # a source without a task has files

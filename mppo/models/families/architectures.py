@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from mppo import register
+from mppo.config.model_shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 from mppo.models.families.family import FamilyConfig, family_of
 from mppo.models.families.rope import mla_rope, plain_rope
 from mppo.safety.input_error import InputError
-from mppo.weights.shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 
 MLA_NORM_EPSILON = 1e-6
 """Epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``, independent of ``rms_norm_eps``, which is

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mppo.config.model_shape import family_like, refuse, rope_parameters
 from mppo.safety.input_error import InputError
-from mppo.weights.shape import family_like, refuse, rope_parameters
 
 _PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")
 """Families whose heads may be rotated in part: the first ``partial_rotary_factor`` of each."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mppo.config.checks import check_recipe
 from mppo.config.gpu_types import GIB, GpuType
+from mppo.config.model_shape import model_shape
 from mppo.config.schedule import schedule_kind
 from mppo.config.schema import Recipe
 from mppo.planning.fit import Fit, plan_fit
@@ -23,7 +24,6 @@ from mppo.planning.time.recipe import recipe_load, with_batching
 from mppo.planning.time.role_load import StepSequences
 from mppo.planning.time.step import Prediction, StepLoad, predict_step, predict_training
 from mppo.planning.verdict import describe_verdict
-from mppo.weights.shape import model_shape
 from mppo.weights.table import parameter_table
 
 SHOWN = 5

@@ -16,6 +16,7 @@ from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
 from mppo.batch.episode import Episode
 from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.config.model_shape import max_positions
 from mppo.config.schema import Recipe
 from mppo.config.sections.reward_model import RewardModelNormalization
 from mppo.data.chat_template import render_with
@@ -30,7 +31,6 @@ from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ModelScore
 from mppo.safety.input_error import InputError
 from mppo.supervision.phase import phase
-from mppo.weights.shape import max_positions
 
 _KEY = "reward_model.apply_chat_template"
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mppo.config.checks import load_checked
 from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.config.gpu_types import find_gpu
 from mppo.config.load import Given, source_file
+from mppo.config.model_shape import model_shape
 from mppo.config.rules.rule import has_interleaved_role, world_size_of
 from mppo.config.schema import Recipe
 from mppo.config.sections.role_config import RoleConfig
@@ -24,8 +24,10 @@ from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
+from mppo.trainer.start.loading import load_checked
 from mppo.trainer.start.user_code import input_issues, odd_values
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
+from mppo.weights.frozen import freeze_issues
 
 if TYPE_CHECKING:
     from mppo.planning.describe import RunPlan
@@ -137,6 +139,8 @@ def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator
     from mppo.models.overrides import override_issues
 
     yield from override_issues(role, config)
+    if role.freeze:
+        yield from freeze_issues(model_shape(config), role.freeze)
     if not planned:
         yield from check_weights(role, config)
 

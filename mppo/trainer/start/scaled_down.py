@@ -11,7 +11,7 @@ from mppo.config.errors import ConfigError
 from mppo.config.load import load_recipe
 from mppo.config.presets import apply_preset
 from mppo.config.schema import Recipe
-from mppo.hub.builtin import PREFIX
+from mppo.hub.local_model import BUILTIN_PREFIX
 from mppo.hub.model_config import ModelConfigs
 from mppo.safety.input_files import read_json
 from mppo.weights.model_folder import companion_folder
@@ -118,7 +118,7 @@ def _replace_models(twin: dict[str, Any], recipe: Recipe, configs: ModelConfigs)
     for name in ("model", "critic", "ref", "reward_model"):
         section = twin.get(name) or {}
         path = section.get("path")
-        if not path or path.startswith(PREFIX):
+        if not path or path.startswith(BUILTIN_PREFIX):
             continue
         section["path"] = _small_model(path, recipe, configs)
         section.pop("tokenizer_path", None)
@@ -137,7 +137,7 @@ def _small_model(path: str, recipe: Recipe, configs: ModelConfigs) -> str:
         if Path(path).expanduser().exists():
             raise
         scores = path == recipe.reward_model.path
-        return f"{PREFIX}tiny-reward" if scores else f"{PREFIX}tiny"
+        return f"{BUILTIN_PREFIX}tiny-reward" if scores else f"{BUILTIN_PREFIX}tiny"
     return str(cached_small_model(read_json(companion_folder(folder) / "config.json")))
 
 

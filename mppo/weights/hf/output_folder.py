@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.config.model_shape import VALUE_BINS
 from mppo.safety.disk import flush, is_as_written, naming, set_aside
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
 from mppo.weights.hf.folder import INDEX
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, make_header
-from mppo.weights.shape import VALUE_BINS
 
 MAX_SHARD_BYTES = 5 * 10**9
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

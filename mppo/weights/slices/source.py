@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mppo.config.model_shape import model_shape
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.weights.copies import copy_tensors
-from mppo.weights.shape import model_shape
 from mppo.weights.slices.messages import (
     ALL_BLOCKS,
     BLOCK,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mppo.config.model_shape import model_shape
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Copier, CopyTask, Stretch, matrix
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
-from mppo.weights.shape import model_shape
 from mppo.weights.table import Entry, Table, parameter_table
 from mppo.weights.torch_dist.contents import (
     Chunk,

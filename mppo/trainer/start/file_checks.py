@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from mppo.config.data_set_name import is_data_set
-from mppo.config.errors import ConfigIssue
+from mppo.config.errors import ConfigIssue, path_issues
 from mppo.config.extras import CODE_VERIFIER
 from mppo.config.schema import Recipe
-from mppo.config.sections.data import DataConfig
+from mppo.config.sections.data import DATA_ENDINGS, DATA_FORMS
 from mppo.config.trackers import tracker_issues
 from mppo.dumps.step_dump import dumped_steps, stale_dumps
+from mppo.hub.local_model import check_model_folder
 from mppo.safety.input_files import LFS_FIX, LFS_POINTER, is_lfs_pointer
-from mppo.weights.model_folder import (
-    checkpoint_folder,
-    companion_folder,
-    is_megatron_checkpoint,
-    weights_folder,
-)
 
 SHARED_FOLDERS = frozenset(
     {
@@ -36,13 +30,6 @@ SYSTEM_FOLDERS = (
     "/usr/lib", "/usr/lib64", "/usr/sbin",
 )  # fmt: skip
 """Folders of the operating system: a run folder must not be there or below."""
-BUILTIN_PREFIX = "builtin:"
-DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet")
-DATA_FORMS = ".jsonl (a JSON object per line), .json (a list of objects) or .parquet"
-WEIGHT_ENDINGS = (".safetensors",)
-_LOCAL = ("model", "models", "checkpoints", "ckpt", "runs", "outputs")
-"""First parts of paths that have the form of a Hub's name, but name a folder here."""
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]*\w")
 
 
 def check_files(recipe: Recipe) -> list[ConfigIssue]:
@@ -51,16 +38,16 @@ def check_files(recipe: Recipe) -> list[ConfigIssue]:
     issues: list[ConfigIssue] = []
     for key, path in {role.path_key: role.path for role in recipe.roles()}.items():
         issues += check_model_folder(key, path)
-    for key, names in data_files(recipe.data).items():
+    for key, names in recipe.data.files.items():
         for name in names:
-            issues += _path_issues(key, name, _data_file)
+            issues += path_issues(key, name, _data_file)
     if recipe.reward.name == "rule" and recipe.reward.server_format is None:
         issues += _code_verifier(recipe)
     issues += check_code(recipe)
     if recipe.rollout.agent is not None:
         issues += _command("rollout.agent.command", recipe.rollout.agent.command)
     if recipe.trainer.replay is not None:
-        issues += _path_issues("trainer.replay", recipe.trainer.replay, _dumps)
+        issues += path_issues("trainer.replay", recipe.trainer.replay, _dumps)
     issues += tracker_issues(recipe.trainer.logger, os.environ)
     return issues
 
@@ -130,86 +117,7 @@ def check_run_folder(recipe: Recipe) -> list[ConfigIssue]:
         elif folder.exists() and not folder.is_dir():
             yield ConfigIssue(key, value, "is a file", "give a folder")
 
-    return _path_issues(key, value, check)
-
-
-def _path_issues(
-    key: str, name: str, check: Callable[[str, str], Iterator[ConfigIssue]]
-) -> list[ConfigIssue]:
-    """The issues that ``check`` finds, or one for a path that is invalid or not readable."""
-    try:
-        return list(check(key, name))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        return [ConfigIssue(key, name, why, "give a path that can be read")]
-
-
-def check_model_folder(key: str, name: str) -> list[ConfigIssue]:
-    """Issues of a model's folder and its weights."""
-    return _path_issues(key, name, _model_issues)
-
-
-def _model_issues(key: str, name: str) -> Iterator[ConfigIssue]:
-    if name.startswith(BUILTIN_PREFIX):
-        return
-    folder = Path(name)
-    if not folder.is_dir():
-        yield no_model_folder(key, name)
-        return
-    folder = weights_folder(folder)
-    if is_megatron_checkpoint(folder):
-        yield from _checkpoint(key, folder)
-    elif not (folder / "config.json").is_file() and (folder / "actor/config.json").is_file():
-        fix = f"give the model that it exported: {folder / 'actor'}"
-        yield ConfigIssue(key, name, "is a run folder, not a model", fix)
-    elif not (folder / "config.json").is_file():
-        fix = "give a Hugging Face model folder, or a Megatron torch_dist checkpoint"
-        yield ConfigIssue(key, name, "has no config.json", fix)
-    elif not any(f.suffix in WEIGHT_ENDINGS for f in folder.iterdir()):
-        fix = "download the weights"
-        yield ConfigIssue(key, name, "has no *.safetensors", fix)
-    else:
-        pointers = sorted(file.name for file in folder.iterdir() if is_lfs_pointer(file))
-        if pointers:
-            yield ConfigIssue(key, name, f"{pointers[0]} {LFS_POINTER}", LFS_FIX)
-
-
-def no_model_folder(key: str, name: str) -> ConfigIssue:
-    """The issue of a model path that is not a folder."""
-    if is_hub_name(name) and name.partition("/")[0] not in _LOCAL:
-        why = "no such folder; models of the Hugging Face Hub are not downloaded by default"
-        fix = (
-            f"set model.hub: true, or run `hf download {name} --local-dir models/{name}` and give "
-            f"that folder"
-        )
-        return ConfigIssue(key, name, why, fix)
-    why = "is a file, not a folder" if Path(name).exists() else "no such folder"
-    fix = "give a Hugging Face folder (config.json, tokenizer, safetensors) or builtin:tiny"
-    return ConfigIssue(key, name, why, fix)
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether a model's name has the Hub's form ``owner/model`` and does not exist on this disk."""
-    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
-
-
-def _checkpoint(key: str, folder: Path) -> Iterator[ConfigIssue]:
-    from mppo.weights.torch_dist.contents import read_checkpoint
-
-    try:
-        companion_folder(folder)
-        read_checkpoint(checkpoint_folder(folder))
-    except ValueError as error:
-        why, _, fix = str(error).removeprefix(f"{folder}: ").partition("; ")
-        yield ConfigIssue(key, str(folder), why, fix or "give a folder that Megatron saved")
-
-
-def data_files(data: DataConfig) -> dict[str, tuple[str, ...]]:
-    """The data files of a recipe by key."""
-    files = {"data.ptx_files": data.ptx_files}
-    for key, source in data.prompt_sources.items():
-        files |= {f"{key}.train_files": source.train_files, f"{key}.val_files": source.val_files}
-    return files
+    return path_issues(key, value, check)
 
 
 def _data_file(key: str, name: str) -> Iterator[ConfigIssue]:
