@@ -22,7 +22,7 @@ help:
 	@echo "make lint        run ruff (rules and format) and pyright (types)"
 	@echo "make format      reformat the code with ruff, and correct links to lines in the documentation"
 	@echo "make docs        build the documentation as a site in build/docs"
-	@echo "make schema      write docs/recipe.schema.json and docs/recipe_reference.md from mppo/config/sections"
+	@echo "make schema      write docs/recipe.schema.json and docs/recipe_reference.md from mppo/recipe/sections"
 	@echo "make attacks     print docs/attacks.md from the rows of tests/attacks"
 	@echo "make verl-flags  write verl's flags into docs/migrating.md from tests/verl_flags"
 	@echo "make recipes     write the tables of docs/recipes.md from the recipes' headers"
@@ -59,8 +59,8 @@ format: $(VENV)/.lint
 	$(BIN)/python tests/support/line_links.py
 
 schema: $(VENV)/.mppo
-	$(BIN)/python -m mppo.config.load --json-schema > docs/recipe.schema.json
-	$(BIN)/python -m mppo.config.reference > docs/recipe_reference.md
+	$(BIN)/python -m mppo.recipe.load --json-schema > docs/recipe.schema.json
+	$(BIN)/python -m mppo.recipe.reference > docs/recipe_reference.md
 
 # Warnings are errors: a broken link between pages ends the build.
 docs: $(VENV)/.docs

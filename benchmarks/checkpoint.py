@@ -56,11 +56,11 @@ def make_model(folder: Path, vocabulary: int, hidden: int, layers: int) -> int:
 def build(folder: Path, registry, megatron: dict):
     from transformers import AutoConfig
 
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.optimizer import OptimConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     section = MegatronConfig(**megatron)
     settings = RoleConfig("actor", BatchingConfig(), section, "float32", optim=OptimConfig())
@@ -70,7 +70,7 @@ def build(folder: Path, registry, megatron: dict):
 
 def checkpointer(role, root: Path, background: bool):
     from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.config.sections.trainer import TrainerConfig
+    from mppo.recipe.sections.trainer import TrainerConfig
     from mppo.supervision.stop_request import StopRequest
 
     trainer = TrainerConfig(async_save=background)

@@ -47,10 +47,10 @@ def build_attention(world: int, exchange: str):
     """Only the core attention, on one context-parallel group of all ranks."""
     from transformers import Qwen2Config
 
-    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.attention.core import PackedAttention
     from mppo.models.configuration import transformer_config
     from mppo.models.families.architectures import family_config
+    from mppo.recipe.sections.megatron import MegatronConfig
 
     megatron = MegatronConfig(context_parallel_size=world)
     family = family_config(Qwen2Config())

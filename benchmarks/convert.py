@@ -64,7 +64,7 @@ def experts(gigabytes: float, hidden: int) -> dict:
 
 def write_model(config: dict, folder: Path) -> tuple[int, int]:
     """Write a folder with random weights; returns bytes and tensors."""
-    from mppo.config.model_shape import model_shape
+    from mppo.recipe.model_shape import model_shape
     from mppo.weights.hf.output_folder import create_files, plan_places, write_index
     from mppo.weights.table import parameter_table
 

@@ -57,8 +57,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from value_head import FINISHED, draw_model
 
 import mppo.rollout.local.engine as local
-from mppo.config.sections.trainer import ValueGateConfig
 from mppo.data.tasks import Split, split_examples, task
+from mppo.recipe.sections.trainer import ValueGateConfig
 from mppo.rewards.verifiers import exact
 from mppo.train import main as train
 from mppo.weights.bucket import NamedTensors

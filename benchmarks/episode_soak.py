@@ -47,9 +47,9 @@ from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.program import failed
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.agent import AgentConfig
-from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.agent import AgentConfig
+from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import EngineAround, GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.sglang.engine import SGLangEngine

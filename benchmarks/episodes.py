@@ -57,9 +57,9 @@ from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.running_episodes import use_metrics
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.batch.prompt import Prompt
-from mppo.config.load import load_recipe
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.parallel.addresses import free_port
+from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.sglang.api import sampling_parameters
 from mppo.rollout.sglang.engine import SGLangEngine

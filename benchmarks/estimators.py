@@ -33,8 +33,8 @@ from mppo.algos.advantages import gae
 from mppo.algos.masked import masked_whiten
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.parallel import device
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 
 GAMMA, LAM = 1.0, 0.95

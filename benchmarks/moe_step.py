@@ -85,11 +85,11 @@ def make_batch(lengths: list[int]):
 
 def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp: int = 1):
     """An actor on the running process group."""
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.optimizer import OptimConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     megatron = MegatronConfig(context_parallel_size=cp)
     settings = RoleConfig(

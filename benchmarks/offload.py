@@ -149,9 +149,9 @@ def _write_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def _roles(folder: Path, offloaded: bool):
-    from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
     from mppo.parallel.groups import GroupRegistry
+    from mppo.recipe.load import load_recipe
     from mppo.trainer.roles import Roles
 
     keys = [f"model.path={folder}", "data.train_batch_size=8", "rollout.n=1"]

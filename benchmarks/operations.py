@@ -26,10 +26,10 @@ from mppo_simulate.quick import fewest_layers, reduced_batch, with_layers
 from mppo_simulate.rank import simulate_rank
 from mppo_simulate.run import import_simulated_code
 
-from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit, planned_gpu
 from mppo.planning.plan import plan_roles
+from mppo.recipe.rules.rule import world_size_of
 from mppo.trainer.start.loading import load_checked
 
 RECIPES = Path(__file__).parents[1] / "recipes"

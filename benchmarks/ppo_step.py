@@ -116,12 +116,12 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.algos.reward_normalization import RewardStats
     from mppo.batch.prompt import Prompt
     from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.config.load import load_recipe
     from mppo.data.loader import PromptLoader
     from mppo.data.source import PromptSet
     from mppo.parallel.groups import GroupRegistry
     from mppo.parallel.launch import discover
     from mppo.parallel.process_group import process_group
+    from mppo.recipe.load import load_recipe
     from mppo.rollout.build import build_engine
     from mppo.supervision.stop_request import StopRequest
     from mppo.trainer.advantages import kl_controller

@@ -20,9 +20,6 @@ from typing import Any
 import record
 from transformers import AutoConfig
 
-from mppo.config.gpu_types import find_gpu
-from mppo.config.model_shape import model_shape
-from mppo.config.sections.role_config import Head
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.flops import model_flops
@@ -36,6 +33,9 @@ from mppo.planning.time.generation import ENGINE, Servers
 from mppo.planning.time.library import open_library
 from mppo.planning.time.role_load import TRAINER, RoleLoad, StepSequences
 from mppo.planning.time.step import Prediction, StepLoad, predict_step
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.sections.role_config import Head
 from mppo.weights.table import parameter_table
 
 NEMO = "NeMo-RL 0.7, docs/about/performance-summary.md"

@@ -14,9 +14,9 @@ from typing import Any
 import record
 
 import mppo
-from mppo.config.gpu_types import GIB
 from mppo.planning.time.describe import TimeOptions, Timing
 from mppo.planning.time.search import PlannedLayout, Search
+from mppo.recipe.gpu_types import GIB
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LEAST = 8

@@ -26,7 +26,7 @@ import transformers
 from record import alternate, parser, record
 
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
+from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 from mppo.weights.bucket import WeightBucket

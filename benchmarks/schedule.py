@@ -300,8 +300,8 @@ def make_update(
     from mppo.batch.prompt import Prompt
     from mppo.batch.score import ResponseScore
     from mppo.batch.shares import share_out
-    from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
+    from mppo.recipe.load import load_recipe
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles

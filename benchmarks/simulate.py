@@ -23,12 +23,12 @@ from mppo_simulate.quick import quick_result
 from mppo_simulate.rank import RankResult, simulate_rank
 from mppo_simulate.run import import_simulated_code
 
-from mppo.config.gpu_types import GIB, find_gpu
-from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import GENERATION
+from mppo.recipe.gpu_types import GIB, find_gpu
+from mppo.recipe.rules.rule import world_size_of
 from mppo.trainer.start.loading import load_checked
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -32,9 +32,9 @@ from mppo_simulate.together.choice import representative_ranks
 from mppo_simulate.together.findings import find
 from mppo_simulate.together.run import record_ranks, rules_of
 
-from mppo.config.errors import ConfigError
-from mppo.config.gpu_types import find_gpu
-from mppo.config.schema import Recipe
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.schema import Recipe
 from mppo.trainer.start.loading import load_checked
 
 BASE = Path(__file__).parents[1] / "recipes" / "qwen2_7b_seq_balance.yaml"

@@ -21,9 +21,9 @@ import torch
 import transformers
 from record import alternate, parser, record
 
-from mppo.config.model_shape import model_shape
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.config.errors import printable
-from mppo.config.sections.registered import load_plugin_files
 from mppo.parallel.launch import discover, keep_imports, prepare_imports
+from mppo.recipe.errors import printable
+from mppo.recipe.sections.registered import load_plugin_files
 from mppo.safety.redact import redacted_output
 
 if TYPE_CHECKING:

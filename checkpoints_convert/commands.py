@@ -14,8 +14,8 @@ import yaml
 from checkpoints_convert.common_state import common_state
 from checkpoints_convert.job import Ranks, clear_journal, fingerprint_of, run_plan
 from checkpoints_convert.run_config import RUN_CONFIG, run_config
-from mppo.config.model_shape import ModelShape, model_shape
 from mppo.hub.builtin import read_model_config
+from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.safety.input_files import read_json
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mppo.config.model_shape import model_shape
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig
+from mppo.recipe.model_shape import model_shape
 
 _OTHER_NAMES = ("activation_func", "gated_linear_unit", "num_moe_experts")
 """Fields of Megatron's configuration that are no arguments of Megatron-LM."""

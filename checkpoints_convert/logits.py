@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints_convert.job import Ranks
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config
 from mppo.models.attention.packing import pack_sequences
 from mppo.models.configuration import transformer_config
@@ -23,6 +22,7 @@ from mppo.parallel.groups import LayoutGroups
 from mppo.parallel.launch import discover
 from mppo.parallel.layout import Layout
 from mppo.parallel.process_group import process_group
+from mppo.recipe.sections.megatron import MegatronConfig
 from mppo.weights.torch_dist.checkpoint import load_megatron
 
 TOLERANCE, TESTED_LAYERS = 2e-6, 4

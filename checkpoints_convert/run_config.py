@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mppo.config.model_shape import model_shape
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig
+from mppo.recipe.model_shape import model_shape
 
 RUN_CONFIG = "run_config.yaml"
 """Its name, inside the checkpoint's folder."""

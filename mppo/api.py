@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe, source_file
-from mppo.config.schema import Recipe
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, discover
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe, source_file
+from mppo.recipe.schema import Recipe
 from mppo.report.run_record import RunRecord, read_run
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mppo.config.errors import ConfigError, ConfigIssue, config_error
-from mppo.config.extras import SIMULATION
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.errors import ConfigError, ConfigIssue, config_error
+from mppo.recipe.extras import SIMULATION
 from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
@@ -98,9 +98,9 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
         raise ConfigError([missing])
     if info.rank:
         return 0
-    from mppo.config.load import resolved_yaml
     from mppo.planning.describe import draw_plan
     from mppo.planning.verdict import EXIT_TOO_LARGE
+    from mppo.recipe.load import resolved_yaml
 
     timing = None
     if arguments.time:

@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 import mppo
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.parallel.node import PACKAGES, installed_version
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.safety.redact import redacted_output
 
 MARK = "mppo-preflight "

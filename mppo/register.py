@@ -132,7 +132,7 @@ class FamilyTraits:
     Args:
         like: the family of mppo whose keys of config.json, sizes and tensor names it has.
         names: its tensors' names (``mppo.weights.names.HFNames``); None: those of ``like``.
-        sizes: from its config to the fields of ``mppo.config.model_shape.ModelShape`` that differ.
+        sizes: from its config to the fields of ``mppo.recipe.model_shape.ModelShape`` that differ.
         served: what SGLang supports (``mppo.rollout.sglang.model_support.Served``); None: nothing
             is known, and only the local engine generates.
     """

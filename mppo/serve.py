@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError, config_error
-from mppo.config.variables import unknown_variables
 from mppo.parallel.launch import prepare_imports
+from mppo.recipe.errors import ConfigError, config_error
+from mppo.recipe.variables import unknown_variables
 from mppo.safety.redact import redacted_output
 from mppo.safety.temporary import PRIVATE
 

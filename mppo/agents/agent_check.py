@@ -9,8 +9,8 @@ from typing import Any
 
 from mppo.agents.conversation import Conversation, is_async, make_agent
 from mppo.agents.hermes import FROM_ROW
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
-from mppo.config.sections.agent import AgentConfig, ToolConfig
+from mppo.recipe.errors import ConfigError, ConfigIssue, nearest
+from mppo.recipe.sections.agent import AgentConfig, ToolConfig
 from mppo.rewards.workers.named_code import import_callable
 
 KEY, RUN_KEY = "rollout.agent.path", "rollout.agent.run"

@@ -14,7 +14,7 @@ from mppo.agents.answering_program import AnsweringProgram
 from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.program import CommandProgram, Program
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
-from mppo.config.schema import Recipe
+from mppo.recipe.schema import Recipe
 from mppo.rollout.engine import RolloutEngine
 
 

@@ -27,8 +27,8 @@ from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisod
 from mppo.agents.turn_queue import Drawing, TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.agent import AgentConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
+from mppo.recipe.sections.agent import AgentConfig
 from mppo.rewards.response import describe
 from mppo.rollout.engine import EngineAround, GenerationRequest, RolloutEngine
 from mppo.rollout.response_gather import AnsweredPrompts, complete_prompts, gather_episodes

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mppo.agents.agent_processes import AgentProcesses, ProcessEnded
 from mppo.agents.conversation import Conversation, Reply, describe_failure, is_async, read_reply
-from mppo.config.sections.agent import AgentConfig
+from mppo.recipe.sections.agent import AgentConfig
 
 _RECENT = 256
 """The number of last calls whose time-outs shorten the time limit of the next ones."""

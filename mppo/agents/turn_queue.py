@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mppo.batch.episode import EpisodeUse
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.turns import EngineLost, Turn, TurnEngine, TurnRequest
 from mppo.supervision.phase import tick
 

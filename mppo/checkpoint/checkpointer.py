@@ -31,10 +31,10 @@ from mppo.checkpoint.role_state import (
 )
 from mppo.checkpoint.timing import SaveTiming
 from mppo.checkpoint.writer import NOTES, HostBuffers, SaveError, SaveJob, SaveThread, plan_shards
-from mppo.config.errors import ConfigError
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.models.role import Role
 from mppo.parallel.collectives import all_gather_objects, broadcast_object, largest_of_ranks
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.safety.input_files import read_json
 from mppo.supervision import stop_request
 from mppo.supervision.phase import last_step, step_done

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from mppo.config.errors import config_error
+from mppo.recipe.errors import config_error
 from mppo.supervision.first_rank import on_first_rank
 
 LOCK = ".lock"

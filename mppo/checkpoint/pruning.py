@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mppo.checkpoint import folder as folders
-from mppo.config.errors import nearest
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.errors import nearest
+from mppo.recipe.sections.trainer import TrainerConfig
 
 BEST = "best"
 """Name of the link to the best checkpoint."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
-from mppo.config.errors import ConfigError, config_error
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.parallel.collectives import all_gather_objects, broadcast_object
+from mppo.recipe.errors import ConfigError, config_error
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.safety.disk import Damaged, Files, check_contents, check_sizes
 from mppo.weights.torch_dist.contents import read_checkpoint
 

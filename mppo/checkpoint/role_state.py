@@ -27,11 +27,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
-from mppo.config.model_shape import VALUE_BINS, model_shape
 from mppo.models.adam import resume_steps, steps_taken
 from mppo.models.role import Role
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.recipe.model_shape import VALUE_BINS, model_shape
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import read_json
 from mppo.weights.torch_dist.contents import read_checkpoint

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 
 _MARGIN_S = 30.0
 _GRACE_S = 10.0

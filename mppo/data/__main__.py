@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, config_error
 from mppo.data.prepare import DATA_SETS, prepare_rows
+from mppo.recipe.errors import ConfigError, config_error
 from mppo.safety.foreign_text import json_line
 from mppo.safety.temporary import unfinished_folder
 

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.config.errors import ConfigError, config_error
 from mppo.hub.builtin import CHAT_TEMPLATE
+from mppo.recipe.errors import ConfigError, config_error
 from mppo.safety.input_files import parse_json
 
 CPU_S, CPU_S_PER_PROMPT, WALL_S = 3.0, 0.01, 60.0

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.rows import DataRow
+from mppo.recipe.errors import ConfigError, ConfigIssue
 
 ACCEPT = "trainer.on_changed_data"
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import config_error
-from mppo.config.sections.data import DataConfig
 from mppo.data.content import content_of
 from mppo.data.rows import read_rows
 from mppo.data.source import PromptSet
 from mppo.hub.builtin import eos_id
 from mppo.hub.tokenizing import tokens_of
+from mppo.recipe.errors import config_error
+from mppo.recipe.sections.data import DataConfig
 
 SupervisedExample = tuple[Tensor, Tensor]
 """Prompt tokens, and answer tokens with the end-of-sequence token at their end."""

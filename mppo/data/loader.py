@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, config_error
-from mppo.config.model_shape import model_shape
-from mppo.config.schema import Recipe
 from mppo.data.content import check_same_rows
 from mppo.data.rows import too_few_prompts
 from mppo.data.source import PromptSet, SourceShare
+from mppo.recipe.errors import ConfigError, config_error
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.schema import Recipe
 from mppo.safety.input_error import InputError
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import config_error
-from mppo.config.sections.data import DATA_ENDINGS, DATA_FORMS
 from mppo.data.rows import BadRow, check_prompt, look_up, read_converted
+from mppo.recipe.errors import config_error
+from mppo.recipe.sections.data import DATA_ENDINGS, DATA_FORMS
 
 SPLITS = {
     "train": "train", "training": "train", "test": "test", "validation": "validation",

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import config_error
-from mppo.config.sections.data import DATA_FORMS
+from mppo.recipe.errors import config_error
+from mppo.recipe.sections.data import DATA_FORMS
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import open_file, parse_json, read_text
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.data.records import Unreadable, read_records
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.safety.input_error import InputError
 
 MAX_FAULTS, MAX_PLACES = 10, 5

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue, config_error
-from mppo.config.sections.data import DataConfig, SourceConfig
 from mppo.data import tasks
 from mppo.data.chat_template import render_with
 from mppo.data.content import Content, content_of
 from mppo.data.rows import DataRow, read_rows
 from mppo.data.verifiers_environment import TASK, environment_rows
 from mppo.hub.tokenizing import tokens_of
+from mppo.recipe.errors import ConfigError, ConfigIssue, config_error
+from mppo.recipe.sections.data import DataConfig, SourceConfig
 
 TASK_SIZES: dict[tasks.Split, int] = {"train": 4096, "val": 64}
 """Number of prompts of a task if ``data.train_size`` or ``data.val_size`` is null."""

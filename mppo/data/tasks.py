@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, Protocol
 
-from mppo.config.errors import ConfigError, ConfigIssue, config_error, nearest
+from mppo.recipe.errors import ConfigError, ConfigIssue, config_error, nearest
 
 Split = Literal["train", "val"]
 VAL_FRACTION = 0.1

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Literal
 
-from mppo.config.errors import ConfigError, config_error
 from mppo.data.rows import DataRow
+from mppo.recipe.errors import ConfigError, config_error
 from mppo.safety.foreign_text import quoted
 
 KEY = "rollout.environment.verifiers"

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from mppo.config.errors import ConfigError, config_error, nearest
 from mppo.hub.local_model import BUILTIN_PREFIX, no_model_folder
 from mppo.hub.tokenizing import check_growth
+from mppo.recipe.errors import ConfigError, config_error, nearest
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 from mppo.safety.temporary import unfinished_folder

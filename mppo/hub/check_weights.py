@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigIssue
-from mppo.config.model_shape import model_shape, with_value_bins
-from mppo.config.sections.role_config import RoleConfig
-from mppo.config.sections.roles import CriticConfig
 from mppo.hub.builtin import REWARD_MODELS
 from mppo.hub.local_model import BUILTIN_PREFIX
+from mppo.recipe.errors import ConfigIssue
+from mppo.recipe.model_shape import model_shape, with_value_bins
+from mppo.recipe.sections.role_config import RoleConfig
+from mppo.recipe.sections.roles import CriticConfig
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files

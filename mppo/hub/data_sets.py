@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from mppo.config.data_set_name import DataSetName
-from mppo.config.errors import ConfigError, config_error
 from mppo.hub.download import explain, one_at_a_time
+from mppo.recipe.data_set_name import DataSetName
+from mppo.recipe.errors import ConfigError, config_error
 from mppo.safety.input_files import read_text
 
 CARD, MAX_CARD_BYTES = "README.md", 4 << 20

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mppo.config.errors import ConfigError, config_error
-from mppo.config.sections.model import Hub
 from mppo.hub.builtin import cache_folder
+from mppo.recipe.errors import ConfigError, config_error
+from mppo.recipe.sections.model import Hub
 
 CONFIG_FILES = ("*.json", "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "*.jinja")
 WEIGHT_FILES = ("*.safetensors",)

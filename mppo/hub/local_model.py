@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mppo.config.errors import ConfigIssue, path_issues
+from mppo.recipe.errors import ConfigIssue, path_issues
 from mppo.safety.input_files import LFS_FIX, LFS_POINTER, is_lfs_pointer
 from mppo.weights.model_folder import (
     checkpoint_folder,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.model import Hub
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.model import Hub
 
 
 class ModelConfigs:

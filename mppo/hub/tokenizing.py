@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mppo.config.errors import ConfigError, config_error
+from mppo.recipe.errors import ConfigError, config_error
 from mppo.safety.input_error import InputError
 
 if TYPE_CHECKING:  # the check of a recipe takes a second without

@@ -11,11 +11,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_model_config
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.families.family import FamilyConfig
 from mppo.parallel import device
 from mppo.parallel.layout import Layout
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.sections.megatron import MegatronConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,13 +16,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mppo.config.sections.megatron import MegatronConfig
-from mppo.config.sections.optimizer import OptimConfig
 from mppo.models import adam
 from mppo.models.adam import prepare_moments
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.recipe.sections.megatron import MegatronConfig
+from mppo.recipe.sections.optimizer import OptimConfig
 
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from mppo.config.errors import ConfigIssue, nearest
-from mppo.config.sections.megatron import MegatronConfig
-from mppo.config.sections.role_config import RoleConfig
 from mppo.models.families.architectures import family_config
+from mppo.recipe.errors import ConfigIssue, nearest
+from mppo.recipe.sections.megatron import MegatronConfig
+from mppo.recipe.sections.role_config import RoleConfig
 
 OTHER_NAMES = {
     **dict.fromkeys(

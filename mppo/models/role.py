@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.config.model_shape import model_shape, with_value_bins
-from mppo.config.sections.role_config import RoleConfig
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import DTYPES, transformer_config
 from mppo.models.families.architectures import family_config
@@ -30,6 +28,8 @@ from mppo.models.work_share import PassMoves, fetch_share
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
+from mppo.recipe.model_shape import model_shape, with_value_bins
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.frozen import freeze_parameters
 from mppo.weights.table import parameter_table

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.config.model_shape import model_shape
-from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.value_head import initial_std
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
 from mppo.parallel.moved_storages import MovedStorages
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf

@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from mppo.config.sections.role_config import Head
 from mppo.models.attention.core import PackedAttention
 from mppo.models.attention.mla import LocalMLA, PublishedMLA
 from mppo.models.attention.packing import Packing
@@ -45,6 +44,7 @@ from mppo.models.offload import offloaded_activations
 from mppo.parallel import device
 from mppo.parallel.host_copies import host_copier
 from mppo.parallel.layout import Layout
+from mppo.recipe.sections.role_config import Head
 from mppo.supervision.phase import tick
 
 

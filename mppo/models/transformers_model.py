@@ -22,9 +22,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mppo.config.model_shape import check_family, family_like, model_shape
 from mppo.models.families.family import activation_name
 from mppo.models.families.rope import mla_scale_factor
+from mppo.recipe.model_shape import check_family, family_like, model_shape
 
 WIDE_BUFFER = "e_score_correction_bias"
 """Suffix of the routing biases, which are float32 whatever the model's dtype."""

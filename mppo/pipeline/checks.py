@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import (
     COMPUTE,
     Action,
@@ -23,6 +22,7 @@ from mppo.pipeline.actions import (
 )
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.stage_events import hang_of
+from mppo.recipe.schedule import ScheduleKind
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
 _SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import Action, ActionKind, RoleWork, StageLists, is_interleaved
 from mppo.pipeline.simulation import (
     Simulation,
@@ -20,6 +19,7 @@ from mppo.pipeline.simulation import (
 )
 from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
+from mppo.recipe.schedule import ScheduleKind
 
 
 @dataclass(frozen=True)

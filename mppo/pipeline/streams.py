@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 
-from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import RoleWork
+from mppo.recipe.schedule import ScheduleKind
 
 KINDS: tuple[ScheduleKind, ...] = ("sequential", "fused", "flush_free")
 

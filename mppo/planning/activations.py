@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mppo.config.model_shape import ModelShape
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.attention import flash
 from mppo.models.families.family import activation_key
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import transformer_engine_is_installed
+from mppo.recipe.model_shape import ModelShape
+from mppo.recipe.sections.megatron import MegatronConfig
 
 _FLOAT = 4
 """Bytes of a float32."""

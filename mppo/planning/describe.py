@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.config.gpu_types import GIB
-from mppo.config.load import resolved_yaml
-from mppo.config.schema import Recipe
-from mppo.config.sections.megatron import Offload
-from mppo.config.sections.role_config import RoleConfig
 from mppo.planning.disk import describe_checkpoints
 from mppo.planning.fit import Fit, plan_fit, planned_gpu
 from mppo.planning.host import HostNeed, host_need, planned_host_issue
@@ -25,6 +20,11 @@ from mppo.planning.time.picture import draw_step
 from mppo.planning.time.search import Search, describe_search
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import Moment, describe_verdict
+from mppo.recipe.gpu_types import GIB
+from mppo.recipe.load import resolved_yaml
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.megatron import Offload
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.report.residency import PhaseBars, draw_residency
 
 RANKS_SHOWN = 64

@@ -6,9 +6,9 @@ import shutil
 from math import ceil
 from pathlib import Path
 
-from mppo.config.schema import Recipe
 from mppo.planning.memory import BYTES
 from mppo.planning.plan import RolePlan
+from mppo.recipe.schema import Recipe
 
 MOMENTS = 8
 """Bytes per parameter of Adam's two moments."""

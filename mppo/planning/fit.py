@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from itertools import chain, combinations, product
 from typing import Any
 
-from mppo.config.gpu_types import DEFAULT_GPU, GpuType, find_gpu
-from mppo.config.schema import Recipe
-from mppo.config.sections.megatron import Offload
-from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel import device
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.planning.outside import Engine, colocated_engine
@@ -25,6 +21,10 @@ from mppo.planning.residency import (
     with_early_returns,
 )
 from mppo.planning.verdict import Moment, Verdict, judge, planned_moments
+from mppo.recipe.gpu_types import DEFAULT_GPU, GpuType, find_gpu
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.megatron import Offload
+from mppo.recipe.sections.role_config import RoleConfig
 
 NOTHING = Offload()
 EVERYTHING = Offload(parameters=True, gradients=True, optimizer=True)

@@ -15,11 +15,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.config.model_shape import ModelShape, model_shape
-from mppo.config.sections.role_config import Head
 from mppo.models.families.architectures import family_config
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.memory import experts_per_token
+from mppo.recipe.model_shape import ModelShape, model_shape
+from mppo.recipe.sections.role_config import Head
 from mppo.weights.rows import Row
 from mppo.weights.table import parameter_table
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.gpu_types import GIB, GpuType
-from mppo.config.schema import Recipe
 from mppo.planning.disk import COPY, host_copy_bytes, host_copy_warning
 from mppo.planning.fit import Fit, plan_fit, ranks_by_stages
 from mppo.planning.passes import StagePasses
 from mppo.planning.plan import RolePlan
 from mppo.planning.verdict import describe_verdict
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.gpu_types import GIB, GpuType
+from mppo.recipe.schema import Recipe
 
 GIVEN = "trainer.host_memory_gib"
 PARTS, ACTIVATIONS, CHECKPOINT = (

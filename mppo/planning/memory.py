@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
-from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel.layout import Layout
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.frozen import is_frozen
 from mppo.weights.table import Entry, Table

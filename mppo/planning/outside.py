@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from mppo.config.gpu_types import GIB, MIB, GpuType
-from mppo.config.model_shape import ModelShape
-from mppo.config.rules.engine import sglang_options
-from mppo.config.schema import Recipe
 from mppo.parallel.layout import Coordinates, Layout
 from mppo.pipeline.routes import routes
 from mppo.planning.memory import BYTES
+from mppo.recipe.gpu_types import GIB, MIB, GpuType
+from mppo.recipe.model_shape import ModelShape
+from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.schema import Recipe
 
 CUDA_CONTEXT = int(0.6 * GIB)
 """Bytes of a process's CUDA context: driver, kernel code, cuBLAS workspaces. Published measurements

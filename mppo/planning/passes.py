@@ -6,12 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mppo.config.sections.role_config import RoleConfig
 from mppo.parallel.layout import Layout
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.routes import kept_sends
 from mppo.planning.activations import Layer, ModelKind
 from mppo.planning.transformer_engine import kept_tensors
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.blocks import padded_vocab_size
 
 _FLOAT = 4

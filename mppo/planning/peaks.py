@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mppo.config.schema import Recipe
 from mppo.planning.memory import Memory
 from mppo.planning.outside import NCCL_COMMUNICATOR, TRAINER_CONTEXT, communicators
 from mppo.planning.passes import StagePasses
@@ -20,6 +19,7 @@ from mppo.planning.residency import (
     phase_of_role,
     role_parts,
 )
+from mppo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from mppo.config.model_shape import model_shape, with_value_bins
-from mppo.config.schedule import schedule_kind, streams_forward
-from mppo.config.schema import Recipe
-from mppo.config.sections.role_config import RoleConfig
-from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET
 from mppo.parallel.layout import Layout
 from mppo.planning.activations import ModelKind, model_kind
 from mppo.planning.flops import model_flops
@@ -35,6 +30,11 @@ from mppo.planning.token_budgets import (
     given_budgets,
     with_budgets,
 )
+from mppo.recipe.model_shape import model_shape, with_value_bins
+from mppo.recipe.schedule import schedule_kind, streams_forward
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.role_config import RoleConfig
+from mppo.recipe.sections.roles import DEFAULT_TOKEN_BUDGET
 from mppo.weights.table import Table, parameter_table
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
-from mppo.config.schedule import forward_groups, update_groups
-from mppo.config.schema import Recipe
-from mppo.config.sections.megatron import Offload
-from mppo.config.sections.role_config import RoleConfig
+from mppo.recipe.schedule import forward_groups, update_groups
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.megatron import Offload
+from mppo.recipe.sections.role_config import RoleConfig
 
 Part = Literal["parameters", "gradients", "optimizer"]
 Place = Literal["device", "returning", "host", "freed"]

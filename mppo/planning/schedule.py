@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mppo.config.schedule import schedule_kind, stream_obstacle
-from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.schedule import make_schedule
 from mppo.pipeline.streams import KINDS
+from mppo.recipe.schedule import schedule_kind, stream_obstacle
+from mppo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

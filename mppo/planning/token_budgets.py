@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mppo.config.schema import Recipe
-from mppo.config.sections.roles import DEFAULT_TOKEN_BUDGET, BatchingConfig
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.roles import DEFAULT_TOKEN_BUDGET, BatchingConfig
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from mppo.config.model_shape import ModelShape
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import ModelShape
 
 _WORKSPACE = 32 * 1024**2 + 1024
 """Bytes of a workspace of cuBLAS on Hopper and newer GPUs (``get_cublas_workspace_size_bytes``)."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mppo.config.gpu_types import GIB, GpuType
-from mppo.config.rules.engine import sglang_options
-from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
 from mppo.planning.peaks import RankUse
 from mppo.planning.residency import GENERATION, WEIGHT_SYNC, Residency
+from mppo.recipe.gpu_types import GIB, GpuType
+from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.schema import Recipe
 
 CHECKPOINT = "checkpoint state"
 """Name of the phase in which a checkpoint is written, from where the parts are in generation."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.safety.disk import naming, replace_text
 from mppo.safety.foreign_text import visible
 from mppo.safety.input_error import InputError

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mppo import __version__
-from mppo.config.schema import Recipe
-from mppo.config.sections.data import DataConfig, SourceConfig
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.data import DataConfig, SourceConfig
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.safety.redact import redact_text
 
 

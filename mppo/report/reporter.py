@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mppo.config.document import block_yaml
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.stale import mark_stale, remove_stale
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
+from mppo.recipe.document import block_yaml
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.code_files import keep_code
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.files import (

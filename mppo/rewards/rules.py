@@ -11,8 +11,8 @@ from typing import Any
 
 from mppo import register
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.extras import CODE_VERIFIER
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.extras import CODE_VERIFIER
 from mppo.rewards import verifiers
 from mppo.rewards.programs import parse_tests
 from mppo.rewards.response import Response, RewardFunction, describe

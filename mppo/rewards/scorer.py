@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch.episode import Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
-from mppo.config.schema import Recipe
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.errors import ConfigError, ConfigIssue, nearest
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import CallableReward, load_function

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mppo.batch.score import ResponseScore, compact
-from mppo.config.sections.reward import OnError
+from mppo.recipe.sections.reward import OnError
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import place_rewards, read_result
 from mppo.safety.input_error import InputError

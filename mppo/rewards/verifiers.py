@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo import register
-from mppo.config.errors import ConfigError, ConfigIssue, nearest
+from mppo.recipe.errors import ConfigError, ConfigIssue, nearest
 from mppo.rewards.latex_text import boxed_as_text, same_latex, spelled_latex
 from mppo.rewards.result import ANSWER_CHARACTERS
 from mppo.safety.input_error import InputError

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from mppo.config.schema import Recipe
 from mppo.models.configuration import DTYPES
 from mppo.parallel import device
+from mppo.recipe.schema import Recipe
 from mppo.rollout.engine import RolloutEngine, sampling_seed
 from mppo.weights.bucket import WeightBucket
 

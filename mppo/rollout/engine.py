@@ -11,7 +11,7 @@ import torch
 
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodesBySample
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.turns import TurnEngine
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.plan import SliceRequest

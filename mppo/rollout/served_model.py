@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.load import read_recipe, source_name
-from mppo.config.schema import Recipe
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.download import fetch_model
 from mppo.hub.local_model import check_model_folder, is_hub_name
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.load import read_recipe, source_name
+from mppo.recipe.schema import Recipe
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.rollout.sglang.server_options import server_environment, server_options
 from mppo.rollout.transport.checked_load import LOADER

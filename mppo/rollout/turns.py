@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.partition import partition
+from mppo.recipe.sections.rollout import SamplingConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from mppo.config.errors import printable
+from mppo.recipe.errors import printable
 from mppo.safety.redact import redact_text
 from mppo.supervision.torchrun_report import TOLD
 

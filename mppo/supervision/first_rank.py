@@ -7,8 +7,8 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.parallel.collectives import broadcast_object
+from mppo.recipe.errors import ConfigError, ConfigIssue
 
 T = TypeVar("T")
 

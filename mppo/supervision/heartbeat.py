@@ -35,10 +35,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from mppo.config.errors import ConfigError
 from mppo.parallel import device
 from mppo.parallel.collectives import broadcast_object
 from mppo.parallel.launch import PARENT, LaunchInfo
+from mppo.recipe.errors import ConfigError
 from mppo.safety.redact import redact_text
 from mppo.supervision import exit_report, phase, stop_request
 from mppo.supervision.health import AwakeClock, Beat, HealthMonitor

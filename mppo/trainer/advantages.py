@@ -46,7 +46,7 @@ from mppo.algos.token_baseline import path_variance, token_baseline
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import gather_of
 from mppo.batch.outputs import Experience, Outputs
-from mppo.config.sections.algorithm import (
+from mppo.recipe.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     RolloutCorrectionConfig,

@@ -16,7 +16,6 @@ from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.model_shape import model_shape
 from mppo.dumps.experience_files import read_batch_tensor, read_experience, write_share
 from mppo.dumps.stale import remove_stale
 from mppo.dumps.step_dump import (
@@ -32,6 +31,7 @@ from mppo.dumps.step_dump import (
 )
 from mppo.parallel.collectives import group_size, raise_on_any_rank
 from mppo.parallel.partition import partition
+from mppo.recipe.model_shape import model_shape
 from mppo.safety.disk import set_aside
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import needs_greedy_baseline

@@ -8,10 +8,10 @@ import traceback
 
 import torch
 
-from mppo.config.errors import ConfigError
-from mppo.config.schema import Recipe
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.schema import Recipe
 from mppo.safety.input_error import InputError
 from mppo.supervision import exit_report
 from mppo.supervision.heartbeat import AlreadyReported

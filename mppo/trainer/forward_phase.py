@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
-from mppo.config.schedule import forward_groups
 from mppo.models.heads.outputs import HeadOutputs, add_outputs
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.role import Role
@@ -22,6 +21,7 @@ from mppo.pipeline.links import Links
 from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.schedule import forward_list
 from mppo.planning.residency import phase_of_role
+from mppo.recipe.schedule import forward_groups
 from mppo.supervision.phase import phase
 from mppo.trainer.roles import Roles
 

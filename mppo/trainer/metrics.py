@@ -23,12 +23,12 @@ from mppo.batch.batch import Batch, EpisodeIndex
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.batch.gathers import gather_of, gather_table
 from mppo.batch.outputs import Experience, Outputs
-from mppo.config.schema import Recipe
-from mppo.config.sections.roles import ActorConfig
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects, group_size
 from mppo.parallel.exchange import sum_over_ranks
 from mppo.parallel.partition import partition
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.roles import ActorConfig
 from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError

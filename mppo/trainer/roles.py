@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from mppo.checkpoint.role_state import describe_model
-from mppo.config.schema import Recipe
-from mppo.config.sections.role_config import RoleConfig
 from mppo.hub.builtin import resolve_model
 from mppo.models.configuration import DTYPES
 from mppo.models.role import Role
@@ -19,6 +17,8 @@ from mppo.planning.flops import model_flops
 from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import Residency
 from mppo.planning.token_budgets import given_budgets
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.rewards.reward_model.scorer import RewardModelScale
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix

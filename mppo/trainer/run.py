@@ -14,10 +14,10 @@ from mppo.algos.kl import KLController
 from mppo.algos.reward_normalization import RewardStats
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint.checkpointer import Checkpointer
-from mppo.config.schema import Recipe
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet
 from mppo.parallel import device
+from mppo.recipe.schema import Recipe
 from mppo.report.reporter import Reporter
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer

@@ -30,12 +30,12 @@ from mppo.checkpoint.resume import (
     first_problem,
     resume_mode,
 )
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.stale import step_folders
 from mppo.dumps.step_dump import FOLDER as ROLLOUTS
 from mppo.hub.builtin import resolve_model
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.files import (
     CALIBRATION,
     CODE,

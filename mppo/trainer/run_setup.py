@@ -14,8 +14,6 @@ from mppo.agents.build import build_agent, with_agent
 from mppo.agents.program import Program
 from mppo.algos.reward_normalization import RewardStats
 from mppo.checkpoint.checkpointer import Checkpointer
-from mppo.config.gpu_types import GIB
-from mppo.config.schema import Recipe
 from mppo.data.examples import load_documents
 from mppo.data.loader import PromptLoader, check_batch_size, check_token_ids
 from mppo.data.source import PromptSet, load_prompts
@@ -30,6 +28,8 @@ from mppo.planning.disk import describe_checkpoints, disk_warning, free_bytes
 from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
 from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
+from mppo.recipe.gpu_types import GIB
+from mppo.recipe.schema import Recipe
 from mppo.report.reporter import Reporter
 from mppo.rewards.reward_model.scorer import reward_model_texts, with_reward_model
 from mppo.rewards.scorer import build_run_scorer

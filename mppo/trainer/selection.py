@@ -10,7 +10,7 @@ from torch import Tensor
 from mppo.algos import pf_ppo
 from mppo.batch.outputs import Experience
 from mppo.batch.selection import select_experience
-from mppo.config.sections.algorithm import PFPPOConfig
+from mppo.recipe.sections.algorithm import PFPPOConfig
 
 
 def resample_experience(experience: Experience, config: PFPPOConfig, seed: int) -> Experience:

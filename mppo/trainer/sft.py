@@ -20,9 +20,6 @@ from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
-from mppo.config.schema import Recipe
-from mppo.config.sections.optimizer import OptimConfig
-from mppo.config.sections.role_config import RoleConfig
 from mppo.data.examples import SupervisedExample, supervised_examples
 from mppo.data.source import PromptSet
 from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
@@ -31,6 +28,9 @@ from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
 from mppo.models.streamed_role import forward_backward
 from mppo.parallel.groups import GroupRegistry
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.optimizer import OptimConfig
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.trainer.update.phase import NonFiniteStep

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe
 from mppo.dumps.step_dump import dumped_steps
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.schema import Recipe
 
 MEASURES = ("critic/vf_explained_var", "critic/vf_explained_var_by_episode")
 """What must reach the threshold: the explained variance over tokens and over episodes."""

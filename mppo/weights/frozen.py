@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mppo.config.errors import ConfigIssue, nearest
-from mppo.config.model_shape import ModelShape
+from mppo.recipe.errors import ConfigIssue, nearest
+from mppo.recipe.model_shape import ModelShape
 from mppo.weights.table import LAYER_NAME, Entry, Table, parameter_table
 
 _LEGACY_EXPERTS = {

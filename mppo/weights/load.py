@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mppo.config.model_shape import ModelShape, model_shape
 from mppo.parallel.layout import Coordinates, Layout
+from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.safety.input_error import InputError
 from mppo.weights.blocks import ZERO
 from mppo.weights.hf.folder import HFFolder

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mppo.config.model_shape import ModelShape
+from mppo.recipe.model_shape import ModelShape
 from mppo.weights.blocks import BlockKind
 from mppo.weights.names import HFNames, hf_names
 

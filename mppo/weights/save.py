@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.groups import LayoutGroups
+from mppo.recipe.model_shape import model_shape
 from mppo.safety.disk import FileEntry, file_checksum, write_marker
 from mppo.weights.hf.output_folder import (
     MAX_SHARD_BYTES,

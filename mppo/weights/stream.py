@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import model_shape
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
 from mppo.weights.copies import BufferCopy, Slice, copy_tensors, folded, slice_copy

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mppo.config.model_shape import ModelShape
+from mppo.recipe.model_shape import ModelShape
 from mppo.weights.blocks import Block, shard_blocks
 from mppo.weights.rows import Row, Shape, model_rows
 

@@ -84,7 +84,7 @@ def model(spoil: Callable[[Path], None] | None = None, **changes: Any) -> Prepar
         from safetensors.torch import save_file
         from transformers import AutoConfig
 
-        from mppo.config.model_shape import model_shape
+        from mppo.recipe.model_shape import model_shape
         from mppo.weights.table import parameter_table
 
         config(**changes)(folder)

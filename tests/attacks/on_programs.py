@@ -39,7 +39,7 @@ def _scored(program: str, tests: tuple[str, ...], says: str):
         import json
 
         from mppo.batch.prompt import Prompt
-        from mppo.config.errors import ConfigError
+        from mppo.recipe.errors import ConfigError
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
         from mppo.rewards.scores import read_scores

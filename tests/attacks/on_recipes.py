@@ -78,7 +78,7 @@ def _command(folder: Path) -> None:
 def _migrated(folder: Path) -> int:
     from mppo_migrate.__main__ import migrate
 
-    from mppo.config.document import parse_yaml
+    from mppo.recipe.document import parse_yaml
 
     recipe, _ = migrate("trl", (folder / "command.sh").read_text())
     said = "trust_remote_code" in str(parse_yaml(recipe))

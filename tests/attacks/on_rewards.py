@@ -28,8 +28,8 @@ def judged(url: str, count: int = 2, limit_s: float = LONG_S, **settings: Any) -
     """Exit code of a run whose responses are scored by a server: 0, 1 for a failure, 2 for settings
     that are refused. Prints the scores or the error."""
     from mppo.batch.prompt import Prompt
-    from mppo.config.errors import ConfigError
-    from mppo.config.sections.reward import RewardConfig
+    from mppo.recipe.errors import ConfigError
+    from mppo.recipe.sections.reward import RewardConfig
     from mppo.rewards.response import Response
     from mppo.rewards.scorer import build_scorer
     from mppo.rewards.scores import read_scores

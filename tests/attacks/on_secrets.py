@@ -93,7 +93,7 @@ def _row(
 
 def _reports(folder: Path) -> int:
     """The recipe in a run's files."""
-    from mppo.config.load import load_recipe
+    from mppo.recipe.load import load_recipe
     from mppo.report.reporter import Reporter
 
     kwargs = f"reward.kwargs={{auth: [{PLAIN}], note: '{HUB} {CLOUD}', '{MODEL}': 1}}"

@@ -130,12 +130,12 @@ def starting_from(before: tuple[torch.Tensor, ...], batch: Batch, loss_of):
 
 def build_role(case: Case, folder: Path, registry):
     """The role of a case on the running process group."""
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.optimizer import OptimConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     megatron = MegatronConfig(**case.megatron)
     batching = BatchingConfig(

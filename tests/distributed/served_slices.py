@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mppo.config.model_shape import ModelShape, model_shape
+from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.rollout.transport.slice_load import load, slice_table
 from mppo.rollout.transport.slice_sync import message_row

@@ -19,14 +19,14 @@ from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Experience, Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.algorithm import (
+from mppo.parallel.layout import Layout
+from mppo.recipe.sections.algorithm import (
     TOKEN_BASELINES,
     AlgorithmConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
-from mppo.parallel.layout import Layout
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
 
 LENGTHS = [3, 0, 5, 2, 9, 1, 40, 4, 7, 0, 12, 6]
 LIMIT = 40

@@ -36,7 +36,7 @@ class ResumeResult:
 
 
 def reported(role, root: Path, **trainer) -> ResumeResult:
-    from mppo.config.errors import ConfigError
+    from mppo.recipe.errors import ConfigError
 
     said: list[str] = []
     step, refusal = None, ""
@@ -162,7 +162,7 @@ def after_step(role, run_dir: Path, requested: bool = False, **trainer) -> Resum
 def locked(run_dir: Path) -> Iterator[ResumeResult]:
     """The message to a second job in a run's folder."""
     from mppo.checkpoint.lock import run_folder_lock
-    from mppo.config.errors import ConfigError
+    from mppo.recipe.errors import ConfigError
 
     said: list[str] = []
     try:

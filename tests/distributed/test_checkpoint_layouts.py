@@ -45,7 +45,7 @@ class _Counter:
 
 def checkpointer(role, root: Path, said: list[str], part=None, **trainer):
     from mppo.checkpoint.checkpointer import Checkpointer
-    from mppo.config.sections.trainer import TrainerConfig
+    from mppo.recipe.sections.trainer import TrainerConfig
     from mppo.supervision.stop_request import StopRequest
 
     parts = {"counter": part or _Counter()}

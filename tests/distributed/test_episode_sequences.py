@@ -94,8 +94,8 @@ def _split(episode):
 
 
 def _build(overrides, rank, world, stop):
-    from mppo.config.load import load_recipe
     from mppo.parallel.launch import LaunchInfo
+    from mppo.recipe.load import load_recipe
     from mppo.trainer.run_setup import build_run
 
     info = LaunchInfo(rank, world, rank, world, "127.0.0.1", 1, "python")

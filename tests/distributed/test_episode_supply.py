@@ -15,8 +15,8 @@ from ranks import start_ranks
 from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.program import opening_of
 from mppo.batch.episode import EpisodeResult
-from mppo.config.sections.agent import AgentConfig
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.sections.agent import AgentConfig
 from mppo.rollout.engine import GenerationRequest
 
 REQUEST = GenerationRequest(PROMPTS, SAMPLING, 24, 11, num_prompts_needed=2)

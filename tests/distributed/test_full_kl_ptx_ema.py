@@ -69,11 +69,11 @@ def kl_loss(batch):
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Compute the full KL to a reference of another family and layout, then train with ptx text."""
     from mppo.batch.shares import share_out
-    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.heads.outputs import tensors_of
     from mppo.models.mini_batch import MiniBatch, PassInputs
     from mppo.models.role import Role
     from mppo.models.streamed_role import forward, forward_with_states
+    from mppo.recipe.sections.megatron import MegatronConfig
     from mppo.trainer.pretraining_mix import PretrainingMix
 
     world = dist.get_world_size()

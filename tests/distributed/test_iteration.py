@@ -99,8 +99,8 @@ def _iterate(rank: int, world: int, cases: list[list[str]], out: str) -> None:
     from mppo.parallel import device
 
     device.prepare_megatron()
-    from mppo.config.load import load_recipe
     from mppo.parallel.launch import LaunchInfo
+    from mppo.recipe.load import load_recipe
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run

@@ -7,8 +7,8 @@ import torch
 from layout_case import Case, batch_of, compare, objective, run_cases
 from transformers import AutoModelForCausalLM
 
-from mppo.config.sections.roles import HLGaussConfig
 from mppo.models.heads.outputs import PolicyOutputs
+from mppo.recipe.sections.roles import HLGaussConfig
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"

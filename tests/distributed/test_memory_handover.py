@@ -21,7 +21,7 @@ from ledger_server import Ledger
 from ranks import start_ranks
 
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
+from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.engine import SGLangEngine

@@ -145,7 +145,7 @@ def contents(roles: dict) -> dict[str, str]:
 
 def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> Any:
     """A run of two steps; a rank is asked to stop when a stage or phase of the second begins."""
-    from mppo.config.load import load_recipe
+    from mppo.recipe.load import load_recipe
     from mppo.supervision import stop_request
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train

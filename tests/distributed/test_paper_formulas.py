@@ -23,8 +23,8 @@ from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens, with_scores
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.presets import apply_preset
-from mppo.config.schema import Recipe
+from mppo.recipe.presets import apply_preset
+from mppo.recipe.schema import Recipe
 from mppo.trainer.value_gate import MEASURES
 
 TEMPERATURE = 0.9

@@ -50,12 +50,12 @@ def _rank(rank: int, folder: Path) -> None:
     from mppo.parallel import device
 
     device.prepare_megatron()
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
     from mppo.parallel.groups import GroupRegistry
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
     from mppo.rewards.reward_model.scorer import model_scores, scoring_batch
 
     def shared(texts: list[torch.Tensor]):

@@ -12,8 +12,8 @@ from varied_scores import plain, random_scores
 
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided, scoring_ranks
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response

@@ -13,9 +13,9 @@ from mppo.agents.conversation import Conversation, Reply
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.prompt import Prompt
 from mppo.batch.shares import bring_episodes, bring_ids, bring_ids_to_first
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.response_gather import gather_episodes, left_over

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.requests import InFlightRequests, Requests
 from mppo.supervision import phase

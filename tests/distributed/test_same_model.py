@@ -20,8 +20,8 @@ from weights_worker import LENGTHS, Case, sequences, worker
 
 from mppo import register
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.transformers_model import empty_model, load_model
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalEngine
 

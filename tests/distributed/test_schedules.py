@@ -243,7 +243,7 @@ def shared_message_groups(registry) -> list[tuple[str, str]]:
 
 
 def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
-    from mppo.config.schedule import streams_forward
+    from mppo.recipe.schedule import streams_forward
 
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
@@ -268,8 +268,8 @@ def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
 def _begin(case: Update, kind: str, folder: Path, registry):
     """New roles, and what makes an experience of a batch by the roles as they are."""
     from mppo.batch.shares import share_out
-    from mppo.config.load import load_recipe
     from mppo.hub.builtin import read_model_config
+    from mppo.recipe.load import load_recipe
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
     from mppo.trainer.roles import Roles

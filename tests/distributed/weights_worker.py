@@ -75,11 +75,11 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
     from served_slices import check_slices
     from transformers import AutoConfig
 
-    from mppo.config.sections.megatron import MegatronConfig
     from mppo.models.configuration import transformer_config
     from mppo.models.families.architectures import family_config
     from mppo.models.stage import build_stages
     from mppo.parallel.layout import Layout
+    from mppo.recipe.sections.megatron import MegatronConfig
     from mppo.weights.blocks import padded_vocab_size
     from mppo.weights.save import save_hf
     from mppo.weights.stream import WeightStream

@@ -14,7 +14,7 @@ from torch import nn
 
 from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
+from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine
 from mppo.rollout.sglang.engine import SGLangEngine

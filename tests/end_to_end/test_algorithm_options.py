@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ranks import start_ranks
 
 from mppo import register
-from mppo.config.presets import PAPERS, PRESETS
-from mppo.config.sections.roles import ActorConfig
+from mppo.recipe.presets import PAPERS, PRESETS
+from mppo.recipe.sections.roles import ActorConfig
 
 LONG = 200
 NO_CRITIC = "algorithm.adv_estimator=rloo"
@@ -125,7 +125,7 @@ def overrides_of(row: dict[str, str]) -> list[str]:
 
 def _warm_up(run, critic) -> dict[str, object]:
     """A step with the actor frozen and the next one: which roles changed, and the metrics."""
-    from mppo.config.load import load_recipe
+    from mppo.recipe.load import load_recipe
     from mppo.trainer.loop import iterate
 
     def weights():
@@ -154,8 +154,8 @@ def _train_rows(rank: int, rows: list[dict[str, str]], out: str) -> None:
     from mppo.parallel import device
 
     device.prepare_megatron()
-    from mppo.config.load import load_recipe
     from mppo.parallel.launch import LaunchInfo
+    from mppo.recipe.load import load_recipe
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import iterate, sync_weights
     from mppo.trainer.run_setup import build_run

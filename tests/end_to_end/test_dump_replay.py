@@ -16,10 +16,10 @@ from healthy_step import HEALTHY
 from launched_run import LaunchedRun, metrics_logged
 from metrics_by_hand import NOT_IN_A_DUMP, metrics_by_hand
 
-from mppo.config.schema import Recipe
 from mppo.dumps.experience_files import read_experience
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.step_dump import dumped_steps, read_header_of, recipe_hash, stale_dumps
+from mppo.recipe.schema import Recipe
 from mppo.report.html.page import page_data
 from mppo.report.html.plots import SPECS
 from mppo.report.run_record import Status, write_status

@@ -11,9 +11,9 @@ from recipe_list import GPU_RECIPES
 from recipe_run import run_recipe
 from recipe_twins import scaled_down, write_home, write_twin
 
-from mppo.config.document import leaves, read_document
-from mppo.config.load import load_recipe
 from mppo.parallel.launch import discover
+from mppo.recipe.document import leaves, read_document
+from mppo.recipe.load import load_recipe
 from mppo.train import main
 from mppo.trainer.start.checked_recipe import checked_recipe
 from mppo.trainer.start.scaled_down import scale_down

@@ -14,11 +14,11 @@ from recorded_update import measured, recorded_update, schedule_of, write_timeli
 
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.timeline import planned_events
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.plots import SPECS
 from mppo.report.html.program import ReportServer

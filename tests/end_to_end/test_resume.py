@@ -89,8 +89,8 @@ COMPARED = ("actor/", "critic/", "response", "prompt", "training/", "val", "obje
 def _run(info, overrides: list[str], run_dir: Path) -> None:
     from delayed_save import delay_copies_in_loop
 
-    from mppo.config.load import load_recipe
     from mppo.models.adam import steps_taken
+    from mppo.recipe.load import load_recipe
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
     from mppo.trainer.run_setup import build_run

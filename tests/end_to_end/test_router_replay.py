@@ -54,11 +54,11 @@ def _save_near_ties(folder: Path) -> None:
 def _role(folder: Path, replay: str, registry):
     from transformers import AutoConfig
 
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.optimizer import OptimConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     settings = RoleConfig(
         name="actor",
@@ -128,8 +128,8 @@ def _run(rank: int, server: Server, folder: Path) -> None:
 
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
-    from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
     from mppo.parallel.groups import GroupRegistry
+    from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.engine import SGLangEngine
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE

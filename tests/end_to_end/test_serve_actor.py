@@ -17,9 +17,9 @@ from pages.blocks import blocks_of
 from sglang_case import TOLERANCE, needs_sglang
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import resolve_model
 from mppo.parallel.addresses import free_port
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import JsonClient
 from mppo.train import main as train

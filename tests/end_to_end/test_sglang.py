@@ -27,7 +27,7 @@ from sglang_case import (
 from checkpoints_convert.__main__ import main as convert
 from mppo.batch.episode import Episode
 from mppo.checkpoint import responses
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine

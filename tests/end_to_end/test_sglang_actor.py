@@ -184,9 +184,9 @@ def _gap(engine, role) -> tuple[float, int]:
     """Largest difference over response tokens, and how many there are."""
     from mppo.batch.packing import pack_episodes
     from mppo.batch.shares import bring_episodes
-    from mppo.config.sections.rollout import SamplingConfig
     from mppo.models.streamed_role import forward
     from mppo.parallel.collectives import group_size
+    from mppo.recipe.sections.rollout import SamplingConfig
     from mppo.rollout.engine import GenerationRequest
 
     sampling = SamplingConfig(temperature=TEMPERATURE, n=2)
@@ -218,10 +218,10 @@ def _role(folder: Path, family: str, layout: dict[str, int], registry, world: in
     """The actor of a family in a layout."""
     from transformers import AutoConfig
 
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     megatron = MegatronConfig(**layout)
     batching = BatchingConfig(ppo_micro_batch_size_per_gpu=5)

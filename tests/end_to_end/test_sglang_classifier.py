@@ -11,8 +11,8 @@ from forked_server import forked_server
 from sglang_case import SIZES, START_S, needs_sglang
 
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.remote.reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rollout.sglang.server_options import server_environment, server_options

@@ -26,8 +26,8 @@ from hf_families import (
 )
 from sglang_case import START_S, TOLERANCE, needs_sglang, own
 
-from mppo.config.load import load_recipe
 from mppo.models.transformers_model import load_model
+from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE

@@ -23,7 +23,7 @@ from sglang_case import (
 
 from mppo.agents.conversation import Conversation, Reply
 from mppo.batch.episode import Episode
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.report.run_record import read_events
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource

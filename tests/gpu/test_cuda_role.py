@@ -24,13 +24,13 @@ def test_logprobs_on_one_gpu(tmp_path, dtype):
     from mppo.batch.episode import Episode, EpisodeTokens
     from mppo.batch.packing import pack_episodes
     from mppo.batch.prompt import Prompt
-    from mppo.config.sections.megatron import MegatronConfig
-    from mppo.config.sections.role_config import RoleConfig
-    from mppo.config.sections.roles import BatchingConfig
     from mppo.models.role import Role
     from mppo.models.streamed_role import forward
     from mppo.parallel import device
     from mppo.parallel.groups import GroupRegistry
+    from mppo.recipe.sections.megatron import MegatronConfig
+    from mppo.recipe.sections.role_config import RoleConfig
+    from mppo.recipe.sections.roles import BatchingConfig
 
     config = Qwen2Config(
         vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=2,

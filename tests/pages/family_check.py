@@ -14,9 +14,9 @@ from hf_families import CONFIGS, TIED, assert_same_tensors, save, tensors
 from pages.world import RECIPE
 from weights_worker import Case, sequences, worker
 
-from mppo.config.sections.registered import load_plugin_files
 from mppo.hub.builtin import write_small_model
 from mppo.models.transformers_model import load_model
+from mppo.recipe.sections.registered import load_plugin_files
 
 NAME = "ernie4_5"
 LAYOUTS = {"alone": {}, "TP2": {"tp": 2}, "PP2": {"pp": 2}}

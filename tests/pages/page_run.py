@@ -13,7 +13,7 @@ from pages.exceptions import BASES, NAMES, NOT_RUN, TOLERANCES
 from pages.output import Output
 from pages.world import shell
 
-from mppo.config.load import json_schema
+from mppo.recipe.load import json_schema
 
 _FILE = re.compile(r"# ([\w/]+\.\w+)\n")
 """First line of a block that is a file: later blocks of the page find it."""

@@ -142,7 +142,7 @@ def train(module: str, arguments: list[str], ranks: int, nodes: int) -> int:
 
 
 def _is_for_the_cpu(arguments: Sequence[str]) -> bool:
-    from mppo.config.load import load_recipe
+    from mppo.recipe.load import load_recipe
 
     overrides = [word for word in arguments if re.match(r"[\w.]+=", word)]
     config = arguments[arguments.index("--config") + 1]
@@ -199,7 +199,7 @@ def until_it_serves(module: str, arguments: list[str], *_: int) -> int:
 def check_arguments(module: str, arguments: list[str], *_: int) -> int:
     """The module's own parser accepts the values and has the options; a recipe it is given loads
     with the keys."""
-    from mppo.config.load import load_recipe
+    from mppo.recipe.load import load_recipe
 
     given = [word for word in arguments if word != LEFT_OUT]
     text = io.StringIO()

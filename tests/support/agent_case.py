@@ -12,9 +12,9 @@ from mppo.agents.answering_program import AnsweringProgram
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.episode_engine import EpisodeEngine
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.agent import AgentConfig
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.sections.agent import AgentConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import RolloutEngine
 from mppo.rollout.local.engine import LocalEngine
 

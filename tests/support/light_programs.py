@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "megatron", "transformers", "sglang")
 """Packages whose import takes seconds."""
-IMPORTED = ("mppo.train", "mppo.config.checks", "mppo.config.load")
+IMPORTED = ("mppo.train", "mppo.recipe.checks", "mppo.recipe.load")
 """What most commands import; none of it is heavy."""
 PATIENCE_S = 300
 TRACEBACK, HEAVY_IMPORT = 86, 87

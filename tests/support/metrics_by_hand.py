@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mppo.batch.outputs import Experience
-from mppo.config.schema import Recipe
 from mppo.dumps.step_dump import StepDump
+from mppo.recipe.schema import Recipe
 
 # why a metric of metrics.jsonl cannot be computed from a dump; docs/report.md says the same
 NOT_IN_A_DUMP = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mppo.config.sections.algorithm import RolloutCorrectionConfig
-from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
+from mppo.recipe.sections.algorithm import RolloutCorrectionConfig
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 from mppo.trainer.targets import PolicyTargets, ValueTargets
 from mppo.trainer.update.objectives import PolicyObjective, ValueObjective
 

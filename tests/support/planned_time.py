@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.flops import model_flops
@@ -16,6 +15,7 @@ from mppo.planning.memory import (
 )
 from mppo.planning.time.kernels import GpuSystem, Kernels
 from mppo.planning.time.role_load import RoleLoad
+from mppo.recipe.model_shape import model_shape
 from mppo.weights.table import parameter_table
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM
 
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.local.decoding import decode
 from mppo.rollout.local.sampling import row_keys
 from mppo.rollout.turns import Turn

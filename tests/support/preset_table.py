@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mppo.config.presets import PAPERS, PRESETS, SYSTEMS, CopyOf, IfSet
+from mppo.recipe.presets import PAPERS, PRESETS, SYSTEMS, CopyOf, IfSet
 
 
 def preset_table() -> str:

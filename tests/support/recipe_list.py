@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import NamedTuple
 
-from mppo.config.load import load_recipe
-from mppo.config.rules.rule import world_size_of
+from mppo.recipe.load import load_recipe
+from mppo.recipe.rules.rule import world_size_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

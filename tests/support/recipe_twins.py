@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from mppo.config.document import read_document
 from mppo.data.__main__ import main as prepare
 from mppo.hub.builtin import write_small_model
+from mppo.recipe.document import read_document
 from mppo.trainer.start.scaled_down import scaled_sizes
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from random_outputs import outputs_of
 
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import write_share
 from mppo.dumps.step_dump import SequenceRow, StepDump, step_folder, write_header, write_pieces
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 
 

@@ -7,7 +7,7 @@ import torch
 from mppo import register
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
-from mppo.config.sections.algorithm import Rejection
+from mppo.recipe.sections.algorithm import Rejection
 
 ESTIMATORS = register.estimator.own
 

@@ -13,7 +13,7 @@ import pytest
 from mppo.agents.agent_check import imported_waits
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
-from mppo.config.sections.agent import AgentConfig
+from mppo.recipe.sections.agent import AgentConfig
 
 FAULTS = """
 import asyncio, os, subprocess, sys, time

@@ -21,13 +21,13 @@ from mppo.agents.tools import calc_gsm8k_reward, calculate
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
 from mppo.batch.episode import NO_WEIGHTS, EpisodeResult
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.agent import AgentConfig, ToolConfig
-from mppo.config.sections.reward import RewardConfig
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.data.chat_template import ChatRenderer
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.agent import AgentConfig, ToolConfig
+from mppo.recipe.sections.reward import RewardConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rewards.result import NoScore
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import GenerationRequest

@@ -19,9 +19,9 @@ from mppo.agents.build import build_agent
 from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.program import read_episode_result
 from mppo.batch.episode import NO_WEIGHTS
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import GenerationRequest
 from mppo.supervision import phase
 

@@ -22,9 +22,9 @@ from policy_generator import DictatedGenerator
 from mppo.agents.build import build_agent
 from mppo.agents.program import read_episode_result
 from mppo.batch.prompt import Prompt
-from mppo.config.load import load_recipe
 from mppo.data.verifiers_environment import environment_rows
 from mppo.parallel.addresses import free_port
+from mppo.recipe.load import load_recipe
 from mppo.rewards.workers.user_function import import_function
 from mppo.trainer.start.user_code import input_issues
 

@@ -14,8 +14,8 @@ from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.running_episodes import use_metrics
 from mppo.agents.turn_queue import TurnQueue
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeUse
-from mppo.config.load import load_recipe
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.engine import LocalTurns
 from mppo.rollout.response_gather import AnsweredPrompts

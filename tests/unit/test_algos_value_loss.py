@@ -10,9 +10,9 @@ import torch
 from random_outputs import outputs_of
 
 from mppo.algos.value_loss import bin_edges, expected_value, hl_gauss_loss, hl_gauss_target
-from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.config.sections.roles import CriticConfig, HLGaussConfig
 from mppo.models.heads.outputs import ValueOutputs
+from mppo.recipe.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.roles import CriticConfig, HLGaussConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.targets import select_targets, value_targets
 from mppo.trainer.update.objectives import ValueObjective

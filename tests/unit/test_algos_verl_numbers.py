@@ -21,8 +21,8 @@ from mppo.algos.rollout_correction import (
     truncate_weights,
 )
 from mppo.algos.token_baseline import path_variance, token_baseline
-from mppo.config.document import apply_overrides
-from mppo.config.load import load_recipe
+from mppo.recipe.document import apply_overrides
+from mppo.recipe.load import load_recipe
 
 NUMBERS = json.loads((Path(__file__).parent / "verl_losses.json").read_text())
 INSIDE = torch.tensor(NUMBERS["mask"]) > 0

@@ -13,7 +13,7 @@ import pytest
 from recipe_list import RECIPES
 
 import mppo
-from mppo.config.load import load_recipe, read_recipe
+from mppo.recipe.load import load_recipe, read_recipe
 from mppo.safety.input_error import InputError
 from mppo.trainer.start.user_parts import Callbacks, UserParts
 

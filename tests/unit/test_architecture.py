@@ -15,8 +15,8 @@ import pytest
 from pydantic import BaseModel
 
 import mppo
-from mppo.config import extras
-from mppo.config.schema import Recipe
+from mppo.recipe import extras
+from mppo.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mppo"
@@ -42,13 +42,13 @@ PURE = frozenset(
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``
-and ``config`` do."""
+and ``recipe`` do."""
 
 LAYERS = (
     {"safety", "cpu"},
     {"register"},
     {"algos", "parallel"},
-    {"config"},
+    {"recipe"},
     {"batch"},
     {"weights"},
     {"dumps"},
@@ -70,7 +70,7 @@ DEVICE_WORDS = re.compile(r"['\"](cuda|nccl|gloo)\b|\btorch\.cuda\.|\.cuda\(")
 
 
 WAITING_ROOMS = {
-    "checkpoint", "config", "data", "report", "rewards", "supervision", "trainer", "mppo_migrate",
+    "checkpoint", "data", "recipe", "report", "rewards", "supervision", "trainer", "mppo_migrate",
     "mppo_reward_server", "mppo_sandbox",
 }  # fmt: skip
 """Rooms whose exchanges between ranks are control flags and objects."""
@@ -162,9 +162,9 @@ def test_the_recipe_imports_no_files_of_runs_and_no_ranks():
     found = {
         target
         for module, path in modules().items()
-        if room_of(module) == "config"
+        if room_of(module) == "recipe"
         for target in ours(path)
-        if room_of(target) not in ("config", "safety", "register") and not is_package(target)
+        if room_of(target) not in ("recipe", "safety", "register") and not is_package(target)
     }
     assert found == {"mppo.parallel.layout"}
 
@@ -204,7 +204,7 @@ def test_pure_modules_import_no_process_group_device_or_engine():
     wrong = [
         f"{module} imports {target}"
         for module, path in modules().items()
-        if module in PURE or room_of(module) in ("algos", "config", "mppo_migrate")
+        if module in PURE or room_of(module) in ("algos", "recipe", "mppo_migrate")
         for target in imports(path)
         if any(target == f or target.startswith(f"{f}.") for f in FORBIDDEN_IN_PURE)
     ]
@@ -383,8 +383,8 @@ def keys_of(section: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def test_every_recipe_key_is_read_somewhere():
-    sections = {name for name in modules() if name.startswith("mppo.config.sections.")}
-    declared = {"mppo.config.schema", "mppo.config.other_systems", *sections}
+    sections = {name for name in modules() if name.startswith("mppo.recipe.sections.")}
+    declared = {"mppo.recipe.schema", "mppo.recipe.other_systems", *sections}
     code = "\n".join(path.read_text() for name, path in modules().items() if name not in declared)
     words = set(re.findall(r"[.\"{](\w+)", code))
     assert [key for key in keys_of(Recipe) if key.rsplit(".", 1)[-1] not in words] == []

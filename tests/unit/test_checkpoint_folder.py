@@ -10,7 +10,7 @@ import pytest
 from mppo.checkpoint import folder as folders
 from mppo.checkpoint.folder import Manifest
 from mppo.checkpoint.pruning import Pruner
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.safety import disk
 from mppo.safety.disk import Damaged, FileEntry
 

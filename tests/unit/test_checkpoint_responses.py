@@ -10,7 +10,7 @@ import torch
 from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens, held
 from mppo.batch.prompt import Prompt
 from mppo.checkpoint import responses
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import left_over
 

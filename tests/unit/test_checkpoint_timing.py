@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mppo.checkpoint.timing import SaveTiming, parse_duration
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 
 
 class Clock:

@@ -9,9 +9,9 @@ import pytest
 from hf_families import assert_same_tensors, save, tensors
 
 from checkpoints_convert.__main__ import main
-from mppo.config.errors import ConfigError
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.hub.local_model import check_model_folder
+from mppo.recipe.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

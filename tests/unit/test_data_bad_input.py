@@ -8,9 +8,9 @@ import re
 import pytest
 from bad_recipe import GOOD, assert_one_fault
 
-from mppo.config.errors import ConfigError
 from mppo.data.source import load_prompts
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.errors import ConfigError
 from mppo.train import main
 from mppo.trainer.start.loading import load_checked
 

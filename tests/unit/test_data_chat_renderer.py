@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from mppo.config.errors import ConfigError
 from mppo.data import chat_template
 from mppo.data.chat_template import ChatRenderer, render_with
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.errors import ConfigError
 
 KEY = "rollout.agent"
 TEMPLATE = (

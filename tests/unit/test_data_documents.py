@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.data import DataConfig
 from mppo.data.examples import load_documents
 from mppo.data.loader import PromptLoader
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.data import DataConfig
 from mppo.trainer.pretraining_mix import PretrainingMix, text_batch
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.sections.data import DataConfig
 from mppo.data.loader import PromptLoader, check_batch_size
 from mppo.data.source import PromptSet, load_prompts
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.data import DataConfig
 
 
 def prompt_set(size):

@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.data import DataConfig
 from mppo.data.loader import PromptLoader, draws_per_epoch
 from mppo.data.source import PromptSet, SourceShare, load_prompts
 from mppo.hub.builtin import byte_tokenizer
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.data import DataConfig
 from mppo.report.opening import opening_lines
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward

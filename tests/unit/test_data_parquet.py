@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.config.errors import ConfigError
 from mppo.data import records as reader
 from mppo.data.records import read_records
+from mppo.recipe.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the optional package pyarrow is missing")
 parquet = pytest.importorskip("pyarrow.parquet", reason="the optional package pyarrow is missing")

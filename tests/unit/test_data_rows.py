@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mppo.config.errors import ConfigError
 from mppo.data.rows import read_rows
+from mppo.recipe.errors import ConfigError
 
 USER, REPLY = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
 

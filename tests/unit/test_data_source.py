@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.data import DataConfig
 from mppo.data.examples import supervised_examples
 from mppo.data.rows import MAX_FAULTS
 from mppo.data.source import load_prompts
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.data import DataConfig
 
 ROWS = [{"prompt": "1+2=", "answer": 3, "level": 1}, {"prompt": "10+20=", "answer": "30"}]
 

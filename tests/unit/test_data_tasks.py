@@ -2,8 +2,8 @@
 
 import pytest
 
-from mppo.config.errors import ConfigError
 from mppo.data.tasks import TASKS, split_examples, task
+from mppo.recipe.errors import ConfigError
 
 
 def right_answer(name: str, prompt: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from line_links import corrected
 
-from mppo.config.reference import recipe_reference
+from mppo.recipe.reference import recipe_reference
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from random_dump import write_dump
 
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.inspection import main as inspect
 from mppo.dumps.stale import STALE, mark_stale, remove_stale
 from mppo.dumps.step_dump import dumped_steps, stale_dumps, step_folder
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.html.page import page_data
 from mppo.report.reporter import Reporter
 from mppo.report.run_record import read_events

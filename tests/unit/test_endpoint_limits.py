@@ -16,7 +16,7 @@ from policy_generator import PolicyGenerator
 from mppo.agents.endpoint.server import Endpoint
 from mppo.agents.endpoint.session import Limits
 from mppo.agents.endpoint.sessions import Sessions
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.safety.input_error import InputError
 
 USER = {"role": "user", "content": "2+3="}

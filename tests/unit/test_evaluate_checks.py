@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mppo.config.errors import ConfigError
+from mppo.recipe.errors import ConfigError
 from mppo.trainer.start.checked_recipe import concerns_evaluation
 from mppo.trainer.start.loading import load_checked
 

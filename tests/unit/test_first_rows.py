@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scorer import Scorer
 from mppo.train import main

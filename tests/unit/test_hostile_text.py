@@ -12,12 +12,12 @@ from rich.console import Console
 from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.endpoint.prompts import TurnText
 from mppo.agents.turn_answers import HostedAnswers
-from mppo.config.sections.agent import AgentConfig
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.data import chat_template
 from mppo.data.chat_template import ChatRenderer
 from mppo.dumps.step_dump import read_header_of
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.sections.agent import AgentConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole
 from mppo.report.files import METRICS
 from mppo.report.history import LONGEST_NAME, read_history

@@ -11,8 +11,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.model import ModelConfig
 from mppo.hub.builtin import (
     MODELS,
     REWARD_MODELS,
@@ -21,6 +19,8 @@ from mppo.hub.builtin import (
     read_model_config,
     resolve_model,
 )
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.model import ModelConfig
 
 TEXT = "What is 12+5?  Say 'seventeen'.\n\té 漢"
 

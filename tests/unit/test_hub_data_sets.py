@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.data_set_name import DataSetName, parse_data_set
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.data_set_name import DataSetName, parse_data_set
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +34,8 @@ configs:
 """
 FETCH = """
 import sys
-from mppo.config.data_set_name import parse_data_set
-from mppo.config.errors import ConfigError
+from mppo.recipe.data_set_name import parse_data_set
+from mppo.recipe.errors import ConfigError
 from mppo.hub.data_sets import fetch_data_set
 for name in sys.argv[1:]:
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.hub.download import LEFT_OUT, file_patterns
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.train import main
 from mppo.trainer.start.loading import load_checked
 

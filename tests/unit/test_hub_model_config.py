@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.errors import ConfigError
 from mppo.hub.model_config import ModelConfigs
+from mppo.recipe.errors import ConfigError
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tokenizers import Regex, normalizers
 
-from mppo.config.errors import ConfigError
 from mppo.hub import tokenizing
 from mppo.hub.builtin import byte_tokenizer
 from mppo.hub.tokenizing import tokens_of
+from mppo.recipe.errors import ConfigError
 
 
 @pytest.mark.parametrize("special", [False, True])

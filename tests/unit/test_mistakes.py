@@ -1,6 +1,6 @@
 """Users' mistakes with programs: exit code, the words that name the fix, nothing heavy imported.
 
-``bad_recipes`` has the mistakes inside recipes, ``test_config_bad_input`` runs them.
+``bad_recipes`` has the mistakes inside recipes, ``test_recipe_bad_input`` runs them.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import load_config, resolve_model
 from mppo.models.configuration import fields_set, fused_kernels
 from mppo.models.families.architectures import family_config
 from mppo.parallel import device, megatron_without_te
 from mppo.parallel.layout import Layout
+from mppo.recipe.sections.megatron import MegatronConfig
 
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0,

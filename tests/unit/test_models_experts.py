@@ -7,10 +7,10 @@ import torch
 from hf_families import CONFIGS
 from torch.nn.functional import silu
 
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.moe.experts import _GatedExperts, is_plain
+from mppo.recipe.sections.megatron import MegatronConfig
 
 COUNTS = [3, 0, 5, 1]
 HIDDEN, WIDTH = 6, 4

@@ -10,12 +10,12 @@ import transformers as hf
 from hf_families import BASE, CONFIGS, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, YARN
 
 from mppo import register
-from mppo.config.load import load_recipe
-from mppo.config.model_shape import check_model_type, model_shape
 from mppo.hub.builtin import read_model_config
 from mppo.models.families.architectures import family_config
 from mppo.models.families.architectures import llama as build_llama
 from mppo.models.families.family import gelu_tanh
+from mppo.recipe.load import load_recipe
+from mppo.recipe.model_shape import check_model_type, model_shape
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.weights.load import is_extra_layer
 from mppo.weights.names import HFNames, hf_names

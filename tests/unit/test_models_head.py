@@ -7,7 +7,6 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config
 from vocabulary_kl import full_kl
 
-from mppo.config.sections.roles import CriticConfig
 from mppo.models.heads.value_head import initial_std
 from mppo.models.heads.vocabulary import (
     Projection,
@@ -17,6 +16,7 @@ from mppo.models.heads.vocabulary import (
     chunked_squares,
     vocabulary_logits,
 )
+from mppo.recipe.sections.roles import CriticConfig
 
 N, HIDDEN, VOCAB, PADDED = 11, 6, 13, 16
 

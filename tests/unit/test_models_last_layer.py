@@ -9,10 +9,10 @@ from hf_families import CONFIGS
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.families.layers import LastLayer, SandwichLayer, with_early_select
+from mppo.recipe.sections.megatron import MegatronConfig
 
 
 def layers_of(spec, **layout) -> list[type]:

@@ -8,9 +8,6 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.megatron import MegatronConfig
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.models.configuration import fields_set, transformer_config
 from mppo.models.families.architectures import family_config
@@ -22,6 +19,9 @@ from mppo.models.overrides import (
     transformer_fields,
 )
 from mppo.parallel.layout import Layout
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.megatron import MegatronConfig
 
 MAY_CHANGE = {
     "use_cpu_initialization", "moe_grouped_gemm", "attention_backend",

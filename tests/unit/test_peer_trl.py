@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mppo.algos.masked import masked_whiten, merged_moments, sequence_moments
-from mppo.config.presets import PRESETS
+from mppo.recipe.presets import PRESETS
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.load import load_recipe
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.planning.disk import (
     checkpoint_bytes,
@@ -16,6 +15,7 @@ from mppo.planning.disk import (
     host_copy_warning,
 )
 from mppo.planning.plan import plan_roles
+from mppo.recipe.load import load_recipe
 from mppo.train import main
 
 ROOT = Path(__file__).parents[2]

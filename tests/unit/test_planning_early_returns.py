@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from test_config_checks import recipe
 from test_planning_residency import (
     ALL,
     APART,
@@ -15,6 +14,7 @@ from test_planning_residency import (
     places,
     plans_of,
 )
+from test_recipe_checks import recipe
 
 from mppo.planning.fit import SPARE
 from mppo.planning.residency import residency, with_early_returns

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from test_planning_residency import APART, LARGE, ROOT, fit_of, plans_of
 
-from mppo.config.gpu_types import GpuType
 from mppo.planning.peaks import RankPart, rank_use
 from mppo.planning.residency import GENERATION
 from mppo.planning.verdict import beside_trainer, judge
+from mppo.recipe.gpu_types import GpuType
 
 REWARDED = "reward_model.path=builtin:tiny-reward"
 

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 from recipe_list import GPU_RECIPES
-from test_config_checks import DENSE, models, recipe
+from test_recipe_checks import DENSE, models, recipe
 
-from mppo.config.errors import ConfigError
-from mppo.config.gpu_types import GIB, GPU_TYPES, GpuType
-from mppo.config.rules.rule import world_size_of
-from mppo.config.sections.megatron import Offload
 from mppo.hub.builtin import read_model_config, resolve_model
 from mppo.parallel.node import cgroup_limit
 from mppo.planning.fit import (
@@ -28,6 +24,10 @@ from mppo.planning.outside import LEAST_SEQUENCES
 from mppo.planning.plan import plan_roles
 from mppo.planning.residency import GENERATION, TRAINED_PARTS, residency
 from mppo.planning.verdict import EXIT_TOO_LARGE, judge, planned_moments
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.gpu_types import GIB, GPU_TYPES, GpuType
+from mppo.recipe.rules.rule import world_size_of
+from mppo.recipe.sections.megatron import Offload
 from mppo.train import main
 from mppo.trainer.start.loading import load_checked
 

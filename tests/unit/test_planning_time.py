@@ -13,7 +13,6 @@ from planned_time import ENDLESS, PEAK, Peak, role_load
 from transformers import AutoConfig
 
 import mppo
-from mppo.config.model_shape import model_shape
 from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.disk import checkpoint_bytes
 from mppo.planning.time.cost import LAUNCH, Cost
@@ -34,6 +33,7 @@ from mppo.planning.time.step import (
     predict_training,
 )
 from mppo.planning.time.upkeep import Upkeep, upkeep_phases
+from mppo.recipe.model_shape import model_shape
 
 DENSE = AutoConfig.for_model(
     "qwen3", vocab_size=1024, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mppo.config.checks import check_recipe
-from mppo.config.load import load_recipe, resolved_yaml
 from mppo.planning.time.choice import LayoutChoice
+from mppo.recipe.checks import check_recipe
+from mppo.recipe.load import load_recipe, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 SPARSE = {"actor": True, "critic": True}

@@ -13,9 +13,6 @@ import pytest
 from random_dump import write_dump
 
 import mppo
-from mppo.config.errors import ConfigError
-from mppo.config.gpu_types import find_gpu
-from mppo.config.model_shape import model_shape
 from mppo.plan import main
 from mppo.planning.time import library
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
@@ -23,6 +20,9 @@ from mppo.planning.time.recipe import recipe_sequences
 from mppo.planning.time.role_load import AgentTurns
 from mppo.planning.time.upkeep import Upkeep, check_upkeep
 from mppo.planning.verdict import EXIT_TOO_LARGE
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.model_shape import model_shape
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

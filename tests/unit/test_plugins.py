@@ -9,9 +9,9 @@ import torch
 from bad_recipe import GOOD, assert_one_fault, refusal
 
 from mppo import register
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.algorithm import TOKEN_BASELINES
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.algorithm import TOKEN_BASELINES
 from mppo.register import REGISTRIES, RegistrationError, Registry
 from mppo.safety.input_error import InputError
 

@@ -16,10 +16,10 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.batch.shares import pack_at_home, share_out
-from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.config.sections.roles import ActorConfig, CriticConfig
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.models.microbatch import cut
+from mppo.recipe.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.generation import add_answers
 from mppo.rollout.sglang.server_response import RoutingShape, parse_responses

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mppo.config.errors import ConfigError
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow, StepConsole, format_duration, step_line, visible
 from mppo.report.history import History
 from mppo.report.reporter import Reporter

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mppo.config.load import load_recipe
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.load import load_recipe
 from mppo.report.opening import opening_lines
 
 

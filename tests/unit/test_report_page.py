@@ -12,9 +12,9 @@ import torch
 from random_dump import write_dump
 from random_outputs import outputs_of
 
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
 from mppo.dumps.step_dump import step_folder
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.html.page import page_data, page_text
 from mppo.report.html.program import ReportServer, main
 from mppo.report.reporter import Reporter

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from hostile_server import hostile_server, says
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.trainer import TrainerConfig
-from mppo.config.trackers import EXTRAS
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.trainer import TrainerConfig
+from mppo.recipe.trackers import EXTRAS
 from mppo.report.console import SampleRow
 from mppo.report.reporter import Reporter
 from mppo.report.run_record import read_events
@@ -32,7 +32,7 @@ ROW = SampleRow("12+5=|", f"it is {TOKEN}", "17", "17", 1.0, "best")
 PROGRAM = f"""
 import json, math, sys
 from pathlib import Path
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.console import SampleRow
 from mppo.report.reporter import Reporter
 from mppo.safety.redact import redacted_output

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from healthy_step import HEALTHY
 
-from mppo.config.schema import Recipe
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report import warning_rules as rules
 from mppo.report.reporter import Reporter
 from mppo.report.warning_rules import RULES, current_warnings, warning_spans

@@ -6,8 +6,8 @@ import pytest
 
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer

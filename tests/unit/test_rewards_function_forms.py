@@ -3,8 +3,8 @@
 import pytest
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.function import load_function
 from mppo.rewards.response import Response

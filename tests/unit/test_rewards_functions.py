@@ -8,7 +8,7 @@ import torch
 
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.function import extra_info, load_function
 from mppo.rewards.response import Response
 from mppo.rewards.result import RewardResult

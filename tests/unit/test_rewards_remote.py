@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.remote.reward import CircuitBreaker, build_remote_reward
 from mppo.rewards.response import Response

@@ -11,11 +11,11 @@ import torch
 
 from mppo.batch.episode import Episode, EpisodeResult, EpisodeTokens
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.reward import RewardConfig
-from mppo.config.sections.reward_model import RewardModelNormalization
 from mppo.hub.builtin import load_config, load_tokenizer, resolve_model
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.reward import RewardConfig
+from mppo.recipe.sections.reward_model import RewardModelNormalization
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
 from mppo.rewards.reward_model.scorer import RewardModelScale, reward_model_texts, scoring_batch

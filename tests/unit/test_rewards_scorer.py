@@ -6,9 +6,9 @@ import pytest
 
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer, overlong_penalty
 from mppo.trainer.metrics import reward_metrics

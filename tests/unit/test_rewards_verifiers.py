@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mppo import register
-from mppo.config.errors import ConfigError
 from mppo.data.tasks import task
+from mppo.recipe.errors import ConfigError
 from mppo.rewards import verifiers
 from mppo.rewards.verifiers import (
     extract_final,

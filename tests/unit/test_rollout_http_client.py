@@ -15,7 +15,7 @@ import torch
 from hostile_server import echoes, endless, hostile_server, raw, says
 from test_rollout_server_process import CONFIG, process_server
 
-from mppo.config.sections.rollout import RolloutConfig
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost

@@ -9,7 +9,7 @@ from torch import nn
 
 from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local import decoding
 from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens

@@ -9,8 +9,8 @@ import transformers as hf
 from hf_families import BASE, EXPERTS, LATENT, LATENT_YARN, LLAMA3, PLAIN, TIED, YARN
 
 from mppo import register
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
 from mppo.rollout.sglang.model_support import SERVED, engine_issues, sglang_settings
 from mppo.rollout.sglang.server_options import server_environment, server_options
 from mppo.trainer.start.loading import load_checked

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.local.sampling import draw, row_keys, uniforms
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from hostile_server import hostile_server, says
 
-from mppo.config.sections.rollout import RolloutConfig
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.report.run_record import read_events
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.server_options import own_server, server_seed

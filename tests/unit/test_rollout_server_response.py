@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import RolloutConfig, SamplingConfig
+from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from mppo.config.document import parse_yaml
-from mppo.config.errors import ConfigError
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import byte_tokenizer
+from mppo.recipe.document import parse_yaml
+from mppo.recipe.errors import ConfigError
 from mppo.safety.input_files import MAX_DEPTH, inside, open_file, parse_json, read_json
 from mppo.weights.hf.config_file import check_numbers
 from mppo.weights.hf.folder import HFFolder

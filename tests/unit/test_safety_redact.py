@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe
-from mppo.config.sections.reward import RewardConfig
-from mppo.config.sections.rollout import RolloutConfig
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.reward import RewardConfig
+from mppo.recipe.sections.rollout import RolloutConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.reporter import Reporter
 from mppo.safety.redact import HIDDEN, is_secret_name, redact, redact_text, redacted_output
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 import transformers
 
-from mppo.config.errors import ConfigError
 from mppo.hub.builtin import resolve_model
+from mppo.recipe.errors import ConfigError
 from mppo.rollout.served_model import server_start
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.serve import main

@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.supervision.health import Beat, HealthMonitor
 from mppo.supervision.heartbeat import is_consequence
 

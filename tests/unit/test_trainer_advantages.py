@@ -8,7 +8,7 @@ import torch
 from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
 
 from mppo.algos.reward_normalization import RewardStats
-from mppo.config.sections.algorithm import (
+from mppo.recipe.sections.algorithm import (
     AlgorithmConfig,
     KLControlConfig,
     RolloutCorrectionConfig,

@@ -13,7 +13,7 @@ from mppo.algos.masked import merged_moments, sequence_moments
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs
 from mppo.batch.selection import select_outputs
-from mppo.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, explained_variance
 

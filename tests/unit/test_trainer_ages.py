@@ -9,7 +9,7 @@ import pytest
 import torch
 from random_outputs import outputs_of
 
-from mppo.config.schema import Recipe
+from mppo.recipe.schema import Recipe
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import explained_by_age
 

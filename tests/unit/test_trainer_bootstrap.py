@@ -13,8 +13,8 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics
 from mppo.trainer.targets import policy_targets, value_targets

@@ -9,7 +9,7 @@ import torch
 from random_outputs import outputs_of
 
 from mppo.batch.outputs import Experience
-from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.report.history import History
 from mppo.report.pictures import calibration_lines, plot_calibration
 from mppo.trainer.advantages import estimate

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from mppo.config.load import load_recipe
 from mppo.parallel.launch import LaunchInfo, tasks_on_node
+from mppo.recipe.load import load_recipe
 from mppo.supervision.phase import phase
 from mppo.trainer.failures import (
     advice,

@@ -14,9 +14,9 @@ from mppo import register
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Experience, Outputs
-from mppo.config.sections.algorithm import RolloutCorrectionConfig
-from mppo.config.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.models.heads.outputs import PolicyOutputs
+from mppo.recipe.sections.algorithm import RolloutCorrectionConfig
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.trainer import targets as mini_batch_targets
 from mppo.trainer.metrics import update_metrics
 from mppo.trainer.targets import select_targets

@@ -11,7 +11,7 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.algorithm import AlgorithmConfig, PFPPOConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig, PFPPOConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
 from mppo.trainer.selection import resample_experience

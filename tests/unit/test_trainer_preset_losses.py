@@ -11,13 +11,13 @@ from mini_batch_objectives import policy_objective, value_objective
 from random_outputs import ESTIMATORS, REJECTIONS, outputs_of
 
 from mppo import register
-from mppo.config.presets import apply_preset
-from mppo.config.schema import Recipe
-from mppo.config.sections.algorithm import (
+from mppo.recipe.presets import apply_preset
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.algorithm import (
     AlgorithmConfig,
     RolloutCorrectionConfig,
 )
-from mppo.config.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig, PolicyLossConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.targets import policy_targets, value_targets
 

@@ -12,8 +12,8 @@ from random_outputs import outputs_of
 from safetensors.torch import load_file, save_file
 
 from mppo.batch.outputs import Experience
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.dumps.experience_files import named_tensors
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.update.case_replay import CASE, load_case
 

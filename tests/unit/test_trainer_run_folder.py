@@ -13,9 +13,9 @@ import yaml
 from exported_model import exported
 from test_checkpoint_folder import flip, make
 
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.run_record import Status, write_status
 from mppo.safety import disk
 from mppo.safety.redact import redact

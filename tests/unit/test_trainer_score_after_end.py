@@ -11,8 +11,8 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.algorithm import AlgorithmConfig
-from mppo.config.sections.roles import CriticConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.roles import CriticConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics
 from mppo.trainer.targets import value_targets

@@ -11,7 +11,7 @@ import torch
 from random_outputs import outputs_of
 
 from mppo.algos.advantages import segment_credit, tokens_after
-from mppo.config.sections.algorithm import AlgorithmConfig
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 
 LENGTHS = [5, 3, 0, 40, 1, 7, 2, 9]

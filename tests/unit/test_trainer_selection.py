@@ -10,7 +10,7 @@ from random_outputs import outputs_of
 
 from mppo.batch.batch import Batch
 from mppo.batch.selection import concatenate_batches, select_batch, select_experience
-from mppo.config.sections.algorithm import (
+from mppo.recipe.sections.algorithm import (
     AlgorithmConfig,
     PFPPOConfig,
 )

@@ -12,9 +12,9 @@ from mppo.batch.outputs import Outputs
 from mppo.batch.prompt import Prompt
 from mppo.batch.selection import concatenate_batches, select_batch
 from mppo.batch.shares import pack_at_home
-from mppo.config.sections.algorithm import AlgorithmConfig, ScoreNormalizationConfig
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.algorithm import AlgorithmConfig, ScoreNormalizationConfig
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import ModelScore
 from mppo.trainer.advantages import estimate, normalize_scores

@@ -10,11 +10,11 @@ import pytest
 import torch
 from random_outputs import outputs_of
 
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.schedule import forward_groups, schedule_kind, update_groups
-from mppo.config.sections.algorithm import AlgorithmConfig
 from mppo.planning.residency import WEIGHT_SYNC, used_parts
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.schedule import forward_groups, schedule_kind, update_groups
+from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics
 from mppo.trainer.value_gate import IN_A_ROW, MEASURES, ValueGate, describe_end, value_gate

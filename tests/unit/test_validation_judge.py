@@ -10,7 +10,7 @@ import pytest
 from length_judge import LengthJudge, length_judge
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
+from mppo.recipe.errors import ConfigError
 from mppo.rewards.remote.server import RewardServer
 from mppo.trainer.validation.judge import (
     KEY_VARIABLE,

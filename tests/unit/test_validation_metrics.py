@@ -11,8 +11,8 @@ from mppo import register
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.result import read_result
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.verifiers import extract_answer

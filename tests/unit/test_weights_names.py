@@ -11,8 +11,8 @@ from hf_families import save, tensors
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import model_shape
 from mppo.weights.load import load_hf_weights
 from mppo.weights.slots import assert_partition, find_slots
 from mppo.weights.table import parameter_table

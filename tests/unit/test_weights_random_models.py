@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import model_shape
 from mppo.weights.blocks import padded_vocab_size
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.output_folder import create_files, plan_places

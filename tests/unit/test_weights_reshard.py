@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.config.model_shape import MLAShape, ModelShape
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import MLAShape, ModelShape
 from mppo.weights.blocks import ZERO, padded_vocab_size
 from mppo.weights.slices.reshard import ReshardPlanner, engine_blocks, engine_tensor
 from mppo.weights.stream import plan_units

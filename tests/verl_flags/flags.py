@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mppo_migrate.verl_keys.translation import VerlTranslation
 
-from mppo.config.document import apply_overrides
+from mppo.recipe.document import apply_overrides
 
 HERE = Path(__file__).parent
 ACCEPTED, CONVERTED, IGNORED, REFUSED = "accepted", "converted", "ignored", "refused"

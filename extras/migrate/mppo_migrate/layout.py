@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mppo.config.checks import check_recipe
-from mppo.config.document import inline_yaml
-from mppo.config.gpu_types import DEFAULT_GPU, find_gpu
-from mppo.config.load import read_recipe
-from mppo.config.rules.rule import world_size_of
-from mppo.config.schema import Recipe
+from mppo.recipe.checks import check_recipe
+from mppo.recipe.document import inline_yaml
+from mppo.recipe.gpu_types import DEFAULT_GPU, find_gpu
+from mppo.recipe.load import read_recipe
+from mppo.recipe.rules.rule import world_size_of
+from mppo.recipe.schema import Recipe
 from mppo_migrate.migration import Migration
 from mppo_migrate.row import Setting
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from mppo.config.checks import check_recipe
-from mppo.config.document import inline_yaml, parse_yaml
-from mppo.config.load import PATH_KEYS, read_recipe
-from mppo.config.other_systems import system_of
-from mppo.config.rules.rule import world_size_of
 from mppo.hub.local_model import is_hub_name
+from mppo.recipe.checks import check_recipe
+from mppo.recipe.document import inline_yaml, parse_yaml
+from mppo.recipe.load import PATH_KEYS, read_recipe
+from mppo.recipe.other_systems import system_of
+from mppo.recipe.rules.rule import world_size_of
 from mppo_migrate.row import Flags, Key, Operand, Setting, System, Without
 from mppo_migrate.shell import Command
 from mppo_migrate.versions import explained

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mppo.config.data_set_name import is_data_set
+from mppo.recipe.data_set_name import is_data_set
 from mppo_migrate.row import Flags, Operand, Setting, System, Without, to, when
 from mppo_migrate.values import both, data_set_files, decay, given, trackers
 

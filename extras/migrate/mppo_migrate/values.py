@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mppo.config.data_set_name import PREFIX, is_data_set_name
-from mppo.config.sections.data import DATA_ENDINGS
+from mppo.recipe.data_set_name import PREFIX, is_data_set_name
+from mppo.recipe.sections.data import DATA_ENDINGS
 from mppo_migrate.row import Flags, Setting
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from mppo.config.document import apply_overrides, leaves
-from mppo.config.load import recipe_keys
-from mppo.config.other_systems import canonical_key
+from mppo.recipe.document import apply_overrides, leaves
+from mppo.recipe.load import recipe_keys
+from mppo.recipe.other_systems import canonical_key
 from mppo_migrate.migration import Migration
 from mppo_migrate.row import Setting
 from mppo_migrate.shell import Command

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mppo.config.document import inline_yaml, parse_yaml
-from mppo.config.schema import Recipe
+from mppo.recipe.document import inline_yaml, parse_yaml
+from mppo.recipe.schema import Recipe
 from mppo.safety.foreign_text import visible
 from mppo.safety.redact import redact, redact_text
 from mppo_migrate.migration import Migration

@@ -17,10 +17,10 @@ from mppo_migrate.verl_keys.translation import VerlTranslation
 from mppo_migrate.writer import recipe_text
 from verl_flags.flags import read_scripts
 
-from mppo.config.checks import check_recipe
-from mppo.config.document import parse_yaml
-from mppo.config.load import load_recipe
-from mppo.config.rules.rule import world_size_of
+from mppo.recipe.checks import check_recipe
+from mppo.recipe.document import parse_yaml
+from mppo.recipe.load import load_recipe
+from mppo.recipe.rules.rule import world_size_of
 from mppo.train import main as train
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"

@@ -10,8 +10,8 @@ from migration.commands import COMMANDS
 from migration.table import ROOT
 from mppo_migrate.__main__ import migrate
 
-from mppo.config.document import leaves
-from mppo.config.load import load_recipe
+from mppo.recipe.document import leaves
+from mppo.recipe.load import load_recipe
 
 MACHINE = {
     "actor.log_prob_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size_per_gpu",

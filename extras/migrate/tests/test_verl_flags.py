@@ -18,9 +18,9 @@ from verl_flags.flags import (
     translate_settings,
 )
 
-from mppo.config.document import parse_yaml
-from mppo.config.load import read_recipe, recipe_keys
-from mppo.config.other_systems import RENAMED
+from mppo.recipe.document import parse_yaml
+from mppo.recipe.load import read_recipe, recipe_keys
+from mppo.recipe.other_systems import RENAMED
 
 FLAGS = [*SCRIPT_FLAGS, *OTHER_FLAGS]
 SCRIPTS = read_scripts()

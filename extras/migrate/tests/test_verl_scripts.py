@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from mppo_migrate.verl_keys.translation import VerlTranslation
 
-from mppo.config.document import apply_overrides, leaves
-from mppo.config.load import load_recipe
+from mppo.recipe.document import apply_overrides, leaves
+from mppo.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FACTS = json.loads((Path(__file__).parent / "verl_scripts.json").read_text())

@@ -20,11 +20,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.extras import PROGRAM_ROUTES
-from mppo.config.sections.reward import RewardConfig
-from mppo.config.variables import unknown_variables
 from mppo.parallel.launch import keep_imports, prepare_imports
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.extras import PROGRAM_ROUTES
+from mppo.recipe.sections.reward import RewardConfig
+from mppo.recipe.variables import unknown_variables
 from mppo.safety.bounded_http import is_loopback
 from mppo.safety.redact import redacted_output
 from mppo_reward_server.json_server import JsonServer, Route

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from mppo.config.errors import ConfigError, ConfigIssue
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.hub.local_model import check_model_folder
 from mppo.parallel import device
+from mppo.recipe.errors import ConfigError, ConfigIssue
 
 KEY = "--model"
 

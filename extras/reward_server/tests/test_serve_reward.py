@@ -16,10 +16,10 @@ from mppo_reward_server.sequence_classifier import load_sequence_classifier
 from transformers import AutoModelForSequenceClassification
 
 from mppo.batch.prompt import Prompt
-from mppo.config import extras
-from mppo.config.extras import PROGRAM_ROUTES
-from mppo.config.sections.reward import RewardConfig
 from mppo.hub.builtin import load_tokenizer, resolve_model
+from mppo.recipe import extras
+from mppo.recipe.extras import PROGRAM_ROUTES
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.remote.reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import build_reward_function

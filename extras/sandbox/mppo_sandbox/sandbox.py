@@ -21,7 +21,7 @@ from typing import Any
 
 import mppo
 import mppo_sandbox
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 
 PACKAGES = [str(Path(str(package.__file__)).parents[1]) for package in (mppo, mppo_sandbox)]
 START = "import sys; sys.path += sys.argv[1:]; from mppo_sandbox.child import main; main()"

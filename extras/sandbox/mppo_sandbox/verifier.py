@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.rewards.programs import extract_program, parse_tests
 from mppo.rewards.scores import Unscored
 from mppo_sandbox.sandbox import ProgramResult, Sandbox

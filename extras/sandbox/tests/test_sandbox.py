@@ -9,7 +9,7 @@ from mppo_sandbox.sandbox import Sandbox
 from mppo_sandbox.verifier import CodeVerifier
 
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError
+from mppo.recipe.errors import ConfigError
 from mppo.rewards.programs import extract_program, parse_tests
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward

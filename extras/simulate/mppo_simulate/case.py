@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mppo.config.gpu_types import GpuType
-from mppo.config.schema import Recipe
 from mppo.planning.residency import Residency
+from mppo.recipe.gpu_types import GpuType
+from mppo.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

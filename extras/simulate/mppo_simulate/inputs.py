@@ -11,8 +11,8 @@ from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
-from mppo.config.model_shape import model_shape
-from mppo.config.schema import Recipe
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.schema import Recipe
 
 _STRIDE = 37
 """Difference in length between consecutive responses of an uneven batch, in tokens."""

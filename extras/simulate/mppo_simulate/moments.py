@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mppo.config.schema import Recipe
 from mppo.planning.outside import Engine, outside_bytes
 from mppo.planning.residency import (
     GENERATION,
@@ -16,6 +15,7 @@ from mppo.planning.residency import (
     used_parts,
 )
 from mppo.planning.verdict import CHECKPOINT, Moment, beside_trainer
+from mppo.recipe.schema import Recipe
 from mppo_simulate.rank import PhaseResult, RankResult
 
 ROLES = ("actor", "critic", "ref", "reward_model")

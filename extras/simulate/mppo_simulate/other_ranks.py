@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.config.model_shape import model_shape
-from mppo.config.sections.role_config import RoleConfig
 from mppo.models import role_weights
 from mppo.models.attention import core
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.planning.memory import role_stage_layers
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.trainer import roles
 from mppo.weights import stream
 from mppo.weights.hf.folder import HFFolder

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from mppo.config.errors import ConfigError
-from mppo.config.gpu_types import find_gpu
-from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import planned_gpu
 from mppo.planning.verdict import EXIT_TOO_LARGE
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.rules.rule import world_size_of
 from mppo.supervision import exit_report
 from mppo.trainer.start.loading import load_checked
 from mppo_simulate.gpu import te_stand_in

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mppo.config.model_shape import model_shape
-from mppo.config.schema import Recipe
-from mppo.config.sections.role_config import RoleConfig
 from mppo.planning.memory import role_stage_layers
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo_simulate.case import RankCase
 from mppo_simulate.gpu.counters import Collective
 from mppo_simulate.rank import PhaseResult, RankResult

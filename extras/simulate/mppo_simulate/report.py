@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mppo.config.gpu_types import GIB
-from mppo.config.schema import Recipe
 from mppo.planning.time.describe import columns
+from mppo.recipe.gpu_types import GIB
+from mppo.recipe.schema import Recipe
 from mppo_simulate.gpu.counters import Collective
 from mppo_simulate.rank import PhaseResult, RankResult
 

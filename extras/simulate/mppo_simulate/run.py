@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from mppo.config.gpu_types import GpuType
-from mppo.config.schema import Recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
 from mppo.planning.verdict import describe_verdict, judge
+from mppo.recipe.gpu_types import GpuType
+from mppo.recipe.schema import Recipe
 from mppo_simulate.case import RankCase
 from mppo_simulate.isolated import SimulationError, isolated
 from mppo_simulate.moments import simulated_moments

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from mppo.config.gpu_types import MIB
+from mppo.recipe.gpu_types import MIB
 from mppo_simulate.rank import RankResult
 
 SHOWN_BYTES = 16 * MIB

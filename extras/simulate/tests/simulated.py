@@ -34,14 +34,14 @@ from mppo_simulate.rank import LASTING_BUFFERS, RankResult, simulate_rank
 from recipe_list import FULL_DEPTH
 from simulated_resume import saved_and_loaded
 
-from mppo.config.gpu_types import find_gpu
-from mppo.config.rules.rule import world_size_of
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import NOTHING, plan_fit, planned_gpu
 from mppo.planning.peaks import RankUse
 from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import ON_DEVICE, Residency, residency
 from mppo.planning.verdict import describe_verdict, judge
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.rules.rule import world_size_of
 from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from mppo_simulate.gpu.recorder import RankRecorder
 from mppo_simulate.isolated import isolated
 from mppo_simulate.records import RankRecord
 
-from mppo.config.gpu_types import find_gpu
+from mppo.recipe.gpu_types import find_gpu
 
 
 def on_simulated_gpu(

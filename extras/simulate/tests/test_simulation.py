@@ -31,12 +31,12 @@ from mppo_simulate.quick import (
 from mppo_simulate.rank import PhaseResult, RankResult
 from mppo_simulate.timeline import write_memory_trace
 
-from mppo.config.gpu_types import GIB, GPU_TYPES, find_gpu
-from mppo.config.load import load_recipe
-from mppo.config.model_shape import model_shape
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.outside import ENGINE_GRAPHS, colocated_engine
 from mppo.planning.verdict import Verdict, judge
+from mppo.recipe.gpu_types import GIB, GPU_TYPES, find_gpu
+from mppo.recipe.load import load_recipe
+from mppo.recipe.model_shape import model_shape
 from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.refusal import Refusal, invalid
 from mppo.agents.endpoint.tree import TurnNode
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 
 _REFUSED = {
     "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "regex", "ebnf",

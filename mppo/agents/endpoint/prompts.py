@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mppo.agents.conversation import Message
 from mppo.agents.endpoint.refusal import invalid
-from mppo.config.errors import ConfigError
 from mppo.data.chat_template import ChatRenderer
 from mppo.hub.tokenizing import tokens_of
+from mppo.recipe.errors import ConfigError
 from mppo.safety.input_error import InputError
 
 _KEY = "rollout.agent"

@@ -19,7 +19,7 @@ from mppo.agents.endpoint.prompts import PromptText
 from mppo.agents.endpoint.refusal import TOO_LONG, Refusal, invalid
 from mppo.agents.endpoint.tool_calls import ToolParser
 from mppo.agents.endpoint.tree import SampledTurn, TokenTree, TurnNode, merged_parts
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rewards.result import number
 from mppo.rollout.turns import Turn
 

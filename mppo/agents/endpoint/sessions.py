@@ -19,7 +19,7 @@ from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal
 from mppo.agents.endpoint.session import Generator, Limits, Policy, Session
 from mppo.agents.endpoint.tool_calls import ToolParser, parse_hermes
 from mppo.agents.endpoint.tree import Leaf
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 
 _REMEMBERED = 65536
 """Closed sessions whose clients still get 409 instead of 404."""

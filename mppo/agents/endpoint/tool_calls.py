@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mppo.agents.hermes import BEGIN, call_texts
-from mppo.config.errors import nearest
+from mppo.recipe.errors import nearest
 from mppo.safety.foreign_text import valid_text
 from mppo.safety.input_error import InputError
 

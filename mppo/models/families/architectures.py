@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from mppo import register
-from mppo.config.model_shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 from mppo.models.families.family import FamilyConfig, family_of
 from mppo.models.families.rope import mla_rope, plain_rope
+from mppo.recipe.model_shape import QKV_BIAS_KEYS, ModelShape, model_shape, refuse
 from mppo.safety.input_error import InputError
 
 MLA_NORM_EPSILON = 1e-6

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mppo.config.model_shape import ModelShape, family_like, refuse, required
+from mppo.recipe.model_shape import ModelShape, family_like, refuse, required
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mppo.config.model_shape import family_like, refuse, rope_parameters
+from mppo.recipe.model_shape import family_like, refuse, rope_parameters
 from mppo.safety.input_error import InputError
 
 _PARTLY_ROTATED = ("gpt_neox", "glm4", "glm4_moe")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from mppo.config.sections.role_config import Head
+from mppo.recipe.sections.role_config import Head
 
 
 @dataclass(frozen=True)

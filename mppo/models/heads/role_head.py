@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mppo.algos.value_loss import bin_edges, expected_value
 from mppo.batch.batch import Sequences
-from mppo.config.sections.role_config import RoleConfig
 from mppo.models.heads.outputs import HeadOutputs, ValueOutputs, unstack_outputs
 from mppo.models.heads.vocabulary import (
     Projection,
@@ -27,6 +26,7 @@ from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.safety.input_error import InputError
 from mppo.weights.blocks import padded_vocab_size
 

@@ -9,8 +9,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mppo.config.sections.roles import ValueHeadInit
 from mppo.models.norm import mark_sequence_parallel
+from mppo.recipe.sections.roles import ValueHeadInit
 
 INITIALIZER_RANGE = 0.02
 """Transformers' value for a model whose config.json names none."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mppo.config.schema import Recipe
-from mppo.config.sections.roles import ActorConfig, CriticConfig
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 
 TrainedSection = ActorConfig | CriticConfig
 

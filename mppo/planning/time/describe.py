@@ -8,9 +8,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.gpu_types import GpuType
-from mppo.config.schema import Recipe
 from mppo.planning.fit import Fit
 from mppo.planning.plan import RolePlan, with_token_budgets
 from mppo.planning.time.kernels import Kernels
@@ -26,6 +23,9 @@ from mppo.planning.time.upkeep import (
     check_upkeep,
     upkeep_phases,
 )
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.gpu_types import GpuType
+from mppo.recipe.schema import Recipe
 
 _ASSUMED = "The trainer is taken to run with Transformer Engine, the engine to be SGLang."
 

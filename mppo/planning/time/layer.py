@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from mppo.config.model_shape import ModelShape
 from mppo.parallel.layout import Layout
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Collective, Kernels
 from mppo.planning.time.links import Group, collective_seconds
+from mppo.recipe.model_shape import ModelShape
 
 BYTES = 2
 """Bytes of a bfloat16 activation."""

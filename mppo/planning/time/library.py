@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.gpu_types import GPU_TYPES, GpuType
 from mppo.planning.time.kernels import Collective, GpuSystem, Kernels, Scaled
 from mppo.planning.time.layer import STREAMED
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.gpu_types import GPU_TYPES, GpuType
 
 PACKAGE = "aiconfigurator-core"
 _DATABASE = ".sdk.perf_database"

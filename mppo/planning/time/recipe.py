@@ -7,11 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.engine import sglang_options
-from mppo.config.schedule import schedule_kind, streams_forward
-from mppo.config.schema import Recipe
-from mppo.config.sections.role_config import RoleConfig
 from mppo.dumps.experience_files import read_batch_tensor
 from mppo.dumps.step_dump import UNREADABLE, dumped_steps
 from mppo.pipeline.microbatches import MicroBatchLimits
@@ -23,6 +18,11 @@ from mppo.planning.plan import RolePlan
 from mppo.planning.time.generation import Servers
 from mppo.planning.time.role_load import ONE_TURN, AgentTurns, RoleLoad, StepSequences
 from mppo.planning.time.step import StepLoad
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.schedule import schedule_kind, streams_forward
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.role_config import RoleConfig
 
 
 def recipe_sequences(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 
-from mppo.config.model_shape import ModelShape
 from mppo.parallel.layout import Layout
 from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.planning.flops import ModelFlops
@@ -17,6 +16,7 @@ from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, DecoderLayer, gemms, streamed
 from mppo.planning.time.lengths import quantiles
 from mppo.planning.time.links import Group, collective_seconds, message_seconds
+from mppo.recipe.model_shape import ModelShape
 
 _FLOAT = 4
 TRAINER = 1.36

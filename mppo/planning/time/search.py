@@ -8,11 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from mppo.config.checks import check_recipe
-from mppo.config.gpu_types import GIB, GpuType
-from mppo.config.model_shape import model_shape
-from mppo.config.schedule import schedule_kind
-from mppo.config.schema import Recipe
 from mppo.planning.fit import Fit, plan_fit
 from mppo.planning.memory import experts_per_token, model_parameters
 from mppo.planning.outside import TRAINER_CONTEXT, own_kv_tokens
@@ -24,6 +19,11 @@ from mppo.planning.time.recipe import recipe_load, with_batching
 from mppo.planning.time.role_load import StepSequences
 from mppo.planning.time.step import Prediction, StepLoad, predict_step, predict_training
 from mppo.planning.verdict import describe_verdict
+from mppo.recipe.checks import check_recipe
+from mppo.recipe.gpu_types import GIB, GpuType
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.schedule import schedule_kind
+from mppo.recipe.schema import Recipe
 from mppo.weights.table import parameter_table
 
 SHOWN = 5

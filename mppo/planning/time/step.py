@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mppo.config.schedule import ScheduleKind
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.schedule import make_schedule
 from mppo.planning.time.cost import Cost
@@ -14,6 +13,7 @@ from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, STREAMED
 from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.role_load import RoleLoad, RolePasses, StepSequences
+from mppo.recipe.schedule import ScheduleKind
 
 PASSES = {
     "actor": "old log-probabilities",

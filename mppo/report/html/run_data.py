@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mppo.config.document import MAX_BYTES, leaves, parse_yaml
+from mppo.recipe.document import MAX_BYTES, leaves, parse_yaml
 from mppo.report.code_files import kept_code
 from mppo.report.files import METRICS, RECIPE, SAMPLES
 from mppo.report.history import History, Rows, read_history

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mppo.config.errors import ConfigError
-from mppo.config.sections.trainer import TrainerConfig
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.sections.trainer import TrainerConfig
 from mppo.report.console import SAMPLE_COLUMNS, SampleRow
 from mppo.report.history import Metrics
 from mppo.report.summary import markdown_table

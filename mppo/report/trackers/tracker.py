@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.trackers import EXTRAS, KEY
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.trackers import EXTRAS, KEY
 from mppo.report.console import SampleRow
 from mppo.report.files import TRACKER_IDS
 from mppo.report.history import Metrics

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.sections.remote import ClassifierOptions
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.hub.tokenizing import tokens_of
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.sections.remote import ClassifierOptions
 from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response, conversation
 from mppo.rewards.scores import FailedScore

@@ -8,7 +8,7 @@ from typing import Any
 
 import regex
 
-from mppo.config.sections.remote import JudgeOptions
+from mppo.recipe.sections.remote import JudgeOptions
 from mppo.rewards.remote.wire import WireFormat
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mppo.config.remote_options import read_remote_options
-from mppo.config.sections.remote import (
+from mppo.recipe.remote_options import read_remote_options
+from mppo.recipe.sections.remote import (
     ClassifierOptions,
     JudgeOptions,
     RemoteOptions,
     SandboxFusionOptions,
 )
-from mppo.config.sections.reward import RewardConfig
+from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.remote.classifier import load_classifier_format
 from mppo.rewards.remote.judge import JudgeFormat
 from mppo.rewards.remote.sandbox_fusion import SandboxFusionFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mppo.config.sections.remote import SandboxFusionOptions
+from mppo.recipe.sections.remote import SandboxFusionOptions
 from mppo.rewards.programs import extract_program, parse_tests
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore

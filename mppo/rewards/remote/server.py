@@ -11,7 +11,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlsplit
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.safety.bounded_http import Answer, fetch, parse_answer, url_problem
 from mppo.safety.foreign_text import quoted
 from mppo.safety.redact import query_secrets, remember

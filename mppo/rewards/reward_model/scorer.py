@@ -15,16 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
 from mppo.batch.episode import Episode
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.model_shape import max_positions
-from mppo.config.schema import Recipe
-from mppo.config.sections.reward_model import RewardModelNormalization
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
 from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
 from mppo.models.streamed_role import forward
 from mppo.parallel.exchange import sum_over_ranks
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.model_shape import max_positions
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.reward_model import RewardModelNormalization
 from mppo.rewards.division import ScoringError, exchange_results
 from mppo.rewards.response import conversation, describe
 from mppo.rewards.scorer import Scorer

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.rewards.workers.user_function import MANY, ONE, FunctionForm, form_of, import_function
 
 KEY = "reward.function"

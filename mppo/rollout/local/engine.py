@@ -16,12 +16,12 @@ from transformers import PretrainedConfig
 
 from mppo.batch.episode import Episode, EpisodesBySample, EpisodeTokens
 from mppo.batch.prompt import Prompt
-from mppo.config.sections.rollout import SamplingConfig
 from mppo.cpu.bfloat16 import multiplies_bfloat16
 from mppo.models.families.architectures import family_config
 from mppo.models.transformers_model import empty_model
 from mppo.parallel.collectives import wait_for_ranks
 from mppo.parallel.partition import partition
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local.decoding import DecodedRows, decode
 from mppo.rollout.local.parameters import ParameterSink

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
 from mppo.rollout.sglang.server_response import ServerResponse, parse_responses
 from mppo.safety.bounded_http import parse_answer

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from mppo.batch.episode import Episode
-from mppo.config.rules.engine import sglang_options
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
+from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
 from mppo.rollout.local.engine import LocalEngine, stop_tokens
 from mppo.rollout.response_gather import gather_logprobs

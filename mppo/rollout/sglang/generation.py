@@ -8,8 +8,8 @@ import torch
 
 from mppo.batch.episode import Episode, EpisodesBySample
 from mppo.batch.shares import bring_episodes
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel.collectives import raise_on_any_rank
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.response_gather import (
     AnsweredPrompts,

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mppo import register
-from mppo.config.errors import ConfigIssue
-from mppo.config.model_shape import (
+from mppo.models.families.architectures import family_config
+from mppo.models.families.family import ACTIVATIONS, FamilyConfig, activation_key
+from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
+from mppo.recipe.errors import ConfigIssue
+from mppo.recipe.model_shape import (
     MLA_FAMILIES,
     ModelShape,
     family_like,
     model_shape,
     rope_parameters,
 )
-from mppo.config.rules.engine import sglang_options
-from mppo.config.schema import Recipe
-from mppo.models.families.architectures import family_config
-from mppo.models.families.family import ACTIVATIONS, FamilyConfig, activation_key
-from mppo.models.families.rope import LLAMA3_FIXED, mla_rope, plain_rope
+from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.schema import Recipe
 
 _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from mppo.config.rules.engine import sglang_options
 from mppo.parallel import device
 from mppo.parallel.addresses import free_port
 from mppo.parallel.environment import for_server
+from mppo.recipe.rules.engine import sglang_options
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.model_support import (

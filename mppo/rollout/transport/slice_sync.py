@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import WeightSource
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.transport.buckets import SharedBuffer

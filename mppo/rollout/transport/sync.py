@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from mppo.config.sections.rollout import RolloutConfig
 from mppo.parallel import device as device_seam
 from mppo.parallel.addresses import LOOPBACK, address_towards, own_address
 from mppo.parallel.collectives import all_gather_objects
+from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused

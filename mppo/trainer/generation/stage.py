@@ -22,8 +22,8 @@ from mppo.batch.episode import Episode, with_scores
 from mppo.batch.prompt import Prompt
 from mppo.batch.selection import concatenate_batches, select_batch
 from mppo.batch.shares import pack_at_home, share_out
-from mppo.config.schema import Recipe
-from mppo.config.sections.rollout import SamplingConfig
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.report.reporter import Reporter
 from mppo.rewards.scores import UNSCORED
 from mppo.rollout.engine import GenerationRequest, sampling_seed

@@ -9,19 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.gpu_types import find_gpu
-from mppo.config.load import Given, source_file
-from mppo.config.model_shape import model_shape
-from mppo.config.rules.rule import has_interleaved_role, world_size_of
-from mppo.config.schema import Recipe
-from mppo.config.sections.role_config import RoleConfig
-from mppo.config.variables import unknown_variables
 from mppo.hub.data_sets import fetch_data_set
 from mppo.hub.download import fetch_model
 from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import check_queues, set_for_training
 from mppo.parallel.launch import LaunchInfo
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.gpu_types import find_gpu
+from mppo.recipe.load import Given, source_file
+from mppo.recipe.model_shape import model_shape
+from mppo.recipe.rules.rule import has_interleaved_role, world_size_of
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.role_config import RoleConfig
+from mppo.recipe.variables import unknown_variables
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.start.loading import load_checked

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from mppo.config.data_set_name import is_data_set
-from mppo.config.errors import ConfigIssue, path_issues
-from mppo.config.extras import CODE_VERIFIER
-from mppo.config.schema import Recipe
-from mppo.config.sections.data import DATA_ENDINGS, DATA_FORMS
-from mppo.config.trackers import tracker_issues
 from mppo.dumps.step_dump import dumped_steps, stale_dumps
 from mppo.hub.local_model import check_model_folder
+from mppo.recipe.data_set_name import is_data_set
+from mppo.recipe.errors import ConfigIssue, path_issues
+from mppo.recipe.extras import CODE_VERIFIER
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.data import DATA_ENDINGS, DATA_FORMS
+from mppo.recipe.trackers import tracker_issues
 from mppo.safety.input_files import LFS_FIX, LFS_POINTER, is_lfs_pointer
 
 SHARED_FOLDERS = frozenset(

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mppo.config.checks import check_recipe, model_issue, without_duplicates
-from mppo.config.data_set_name import DataSetName, is_data_set, parse_data_set
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.load import Given, read_recipe, source_name
-from mppo.config.rules.rule import world_size_of
-from mppo.config.schema import Recipe
-from mppo.config.sections.model import Hub
-from mppo.config.sections.role_config import RoleConfig
 from mppo.hub.local_model import is_hub_name
+from mppo.recipe.checks import check_recipe, model_issue, without_duplicates
+from mppo.recipe.data_set_name import DataSetName, is_data_set, parse_data_set
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.load import Given, read_recipe, source_name
+from mppo.recipe.rules.rule import world_size_of
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.model import Hub
+from mppo.recipe.sections.role_config import RoleConfig
 from mppo.trainer.start.file_checks import check_code, check_files, check_run_folder
 
 ReadConfig = Callable[[str], Any]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mppo.config.document import leaves
-from mppo.config.errors import ConfigError
-from mppo.config.load import load_recipe
-from mppo.config.presets import apply_preset
-from mppo.config.schema import Recipe
 from mppo.hub.local_model import BUILTIN_PREFIX
 from mppo.hub.model_config import ModelConfigs
+from mppo.recipe.document import leaves
+from mppo.recipe.errors import ConfigError
+from mppo.recipe.load import load_recipe
+from mppo.recipe.presets import apply_preset
+from mppo.recipe.schema import Recipe
 from mppo.safety.input_files import read_json
 from mppo.weights.model_folder import companion_folder
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mppo.checkpoint.lock import run_folder_lock
-from mppo.config.schema import Recipe
 from mppo.parallel import device
 from mppo.parallel.launch import LaunchInfo, keep_imports, launcher_patience_s, parents_command
 from mppo.parallel.process_group import process_group
+from mppo.recipe.schema import Recipe
 from mppo.report.opening import opening_lines
 from mppo.report.run_record import finished_steps, read_run
 from mppo.safety.temporary import private_files, remove_leftovers

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mppo import register
 from mppo.agents.agent_check import check_agent
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.schema import Recipe
-from mppo.config.sections.data import SourceConfig
 from mppo.data.rows import DataRow, read_rows, too_few_prompts
 from mppo.data.verifiers_environment import environment_rows
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.schema import Recipe
+from mppo.recipe.sections.data import SourceConfig
 from mppo.rewards.verifiers import unknown, verifier_for
 from mppo.rewards.workers.named_code import imported_form
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mppo.config.errors import nearest
+from mppo.recipe.errors import nearest
 from mppo.safety.input_error import InputError
 from mppo.safety.python_file import describe_error
 

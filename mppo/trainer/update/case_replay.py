@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mppo.batch.outputs import Experience
 from mppo.checkpoint.role_state import load_roles
-from mppo.config.load import load_recipe
 from mppo.dumps.experience_files import named_tensors, read_experience, read_one_file
 from mppo.dumps.stale import stale_reason
 from mppo.hub.builtin import read_model_config
@@ -28,6 +27,7 @@ from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.process_group import process_group
 from mppo.planning.residency import SAVE, phase_of_role
+from mppo.recipe.load import load_recipe
 from mppo.safety.disk import replace_text
 from mppo.safety.input_files import read_json
 from mppo.supervision.first_rank import on_first_rank

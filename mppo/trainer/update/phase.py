@@ -9,8 +9,6 @@ from functools import partial
 
 from mppo.batch.gathers import gather_of_mini_batch
 from mppo.batch.outputs import Experience
-from mppo.config.schedule import ScheduleKind, schedule_kind, update_groups
-from mppo.config.sections.roles import ActorConfig, CriticConfig
 from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
@@ -20,6 +18,8 @@ from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.flops import peak_tflops
 from mppo.planning.residency import phase_of_role
+from mppo.recipe.schedule import ScheduleKind, schedule_kind, update_groups
+from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 from mppo.report.files import TIMELINES
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mppo.batch.batch import Batch
-from mppo.config.schedule import ScheduleKind
 from mppo.models.optimizer import StepResult
 from mppo.models.role import take_steps
 from mppo.models.streamed_role import StreamedRole
@@ -24,6 +23,7 @@ from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule
 from mppo.pipeline.timeline import Event, update_trace
 from mppo.planning.flops import update_flops
+from mppo.recipe.schedule import ScheduleKind
 from mppo.safety.disk import replace_text
 from mppo.supervision.exit_report import say
 from mppo.trainer.update.role_update import PlannedMiniBatch, RoleUpdate

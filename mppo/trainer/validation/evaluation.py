@@ -20,9 +20,6 @@ from mppo.agents.build import build_agent, with_agent
 from mppo.agents.program import Program
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
-from mppo.config.errors import ConfigError, ConfigIssue
-from mppo.config.rules.rule import has_interleaved_role
-from mppo.config.schema import Recipe
 from mppo.data.loader import check_token_ids
 from mppo.data.source import load_prompts
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
@@ -31,6 +28,9 @@ from mppo.parallel import device
 from mppo.parallel.environment import set_for_training
 from mppo.parallel.launch import LaunchInfo, keep_imports
 from mppo.parallel.process_group import process_group
+from mppo.recipe.errors import ConfigError, ConfigIssue
+from mppo.recipe.rules.rule import has_interleaved_role
+from mppo.recipe.schema import Recipe
 from mppo.rewards.scorer import Scorer, build_run_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.sglang.model_support import engine_issues

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mppo.config.errors import ConfigError, ConfigIssue
+from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.rewards.remote.server import RewardServer, ServerFailure
 from mppo.safety.foreign_text import quoted
 from mppo.safety.input_files import read_text

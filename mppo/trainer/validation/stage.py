@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
 from mppo.batch.shares import bring_ids_to_first
-from mppo.config.schema import Recipe
+from mppo.recipe.schema import Recipe
 from mppo.report.console import SampleRow
 from mppo.rollout.engine import GenerationRequest, RolloutEngine, sampling_seed
 from mppo.safety.disk import replace_text

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mppo.config.model_shape import RENAMED, VALUE_BINS, check_model_type, refuse
+from mppo.recipe.model_shape import RENAMED, VALUE_BINS, check_model_type, refuse
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import check_regular_files, read_json
 

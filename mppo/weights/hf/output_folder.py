@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.config.model_shape import VALUE_BINS
+from mppo.recipe.model_shape import VALUE_BINS
 from mppo.safety.disk import flush, is_as_written, naming, set_aside
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mppo.config.model_shape import ModelShape
+from mppo.recipe.model_shape import ModelShape
 from mppo.weights.bucket import aligned
 from mppo.weights.slices.messages import BLOCK
 from mppo.weights.slices.reshard import EngineTensor, Reshard, engine_tensor

@@ -15,8 +15,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mppo.config.model_shape import ModelShape
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import ModelShape
 from mppo.weights.blocks import ZERO, Block, padded_vocab_size, shard_blocks
 from mppo.weights.rows import Row
 from mppo.weights.table import Entry

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
+from mppo.recipe.model_shape import model_shape
 from mppo.weights.copies import copy_tensors
 from mppo.weights.slices.messages import (
     ALL_BLOCKS,

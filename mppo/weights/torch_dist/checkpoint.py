@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from mppo.config.model_shape import model_shape
 from mppo.parallel.groups import LayoutGroups
+from mppo.recipe.model_shape import model_shape
 from mppo.safety.input_error import InputError
 from mppo.weights.load import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint

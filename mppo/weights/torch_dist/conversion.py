@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mppo.config.model_shape import ModelShape
+from mppo.recipe.model_shape import ModelShape
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import FLOAT8, HFFolder
 from mppo.weights.hf.output_folder import MAX_SHARD_BYTES, plan_places

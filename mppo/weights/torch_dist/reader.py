@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mppo.config.model_shape import model_shape
+from mppo.recipe.model_shape import model_shape
 from mppo.safety.input_error import InputError
 from mppo.weights.hf.folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor

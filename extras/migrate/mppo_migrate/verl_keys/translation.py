@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from mppo.config.errors import ConfigIssue
+from mppo.recipe.errors import ConfigIssue
 from mppo_migrate.verl_keys.engine_rows import ENGINE_ROWS
 from mppo_migrate.verl_keys.role_rows import ROLE_ROWS
 from mppo_migrate.verl_keys.run_rows import RUN_ROWS

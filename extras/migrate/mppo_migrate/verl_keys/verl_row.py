@@ -1,7 +1,7 @@
 """A row of the table of verl's keys: what happens to keys that mppo does not have.
 
 A key is converted, ignored or refused. ``role_rows``, ``run_rows`` and ``engine_rows`` are the
-table, ``translation`` applies it; ``mppo.config.other_systems`` has keys of which only the name
+table, ``translation`` applies it; ``mppo.recipe.other_systems`` has keys of which only the name
 differs.
 """
 

@@ -19,7 +19,7 @@ from mppo_migrate.__main__ import migrate
 from mppo_migrate.layout import CONFIGS
 from verl_flags.flags import read_scripts
 
-from mppo.config.errors import ConfigError
+from mppo.recipe.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "migrating.md"

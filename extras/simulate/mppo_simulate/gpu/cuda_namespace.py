@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mppo.config.gpu_types import GpuType
+from mppo.recipe.gpu_types import GpuType
 from mppo_simulate.gpu.counters import Counters
 from mppo_simulate.gpu.known_values import UnknownValue, known
 from mppo_simulate.gpu.ledger import Ledger, source_line

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mppo.config.schema import Recipe
 from mppo.parallel.layout import Layout
+from mppo.recipe.schema import Recipe
 
 
 def representative_ranks(recipe: Recipe, world_size: int) -> list[int]:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mppo.config.gpu_types import GpuType
-from mppo.config.schema import Recipe
 from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import QUEUES_INTERLEAVED
 from mppo.pipeline.deadlock import Rules
 from mppo.planning.fit import plan_fit
 from mppo.planning.plan import plan_roles, with_token_budgets
+from mppo.recipe.gpu_types import GpuType
+from mppo.recipe.schema import Recipe
 from mppo_simulate.case import RankCase
 from mppo_simulate.isolated import SimulationError, isolated_each
 from mppo_simulate.options import Options
