@@ -8,6 +8,8 @@ from itertools import groupby
 
 BLANKS = " \t\r"
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_OPERATOR = re.compile(r"&&|\|\||;;&?|;&|[(){}]")
+_IN_TEST = re.compile(r"&&|\|\||[&|()<>]")
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`]+|\s")
 _IN_QUOTES = re.compile(r"[^\"\\$`]+")
 _MAX_NESTING = 20
@@ -70,7 +72,8 @@ class RawWord:
 
 @dataclass(frozen=True)
 class RawCommand:
-    """The words of a command, and the line on which it starts."""
+    """The words of a command, and the line on which it starts. An operator between commands
+    (``&&``, ``||``, ``;;``, a bracket) is a command of one word."""
 
     words: tuple[RawWord, ...]
     line: int
@@ -111,13 +114,21 @@ class _Scanner:
     def command(self) -> RawCommand:
         """The next command; without words at the end of a line or of the text."""
         words: list[RawWord] = []
-        line = 0
+        line, in_test = 0, False
         while self.at < len(self.text):
             self._skip_blanks()
             here = self.peek()
+            operator = _OPERATOR.match(self.text, self.at)
             if here == "#":
                 self._skip_line()
-            elif here in "\n;&|(){}" and not (here == "{" and self.peek(2)[1:].strip()):
+            elif in_test and here in "&|()<>" and here:
+                words.append(_literal(self._run(_IN_TEST)))
+            elif operator and not (here == "{" and self.peek(2)[1:].strip()):
+                if not words:
+                    words.append(_literal(operator[0]))
+                    line, self.at = self.line(), operator.end()
+                break
+            elif here in "\n;&|":
                 if self.peek(2) == "&>":
                     self._redirection()
                     continue
@@ -130,6 +141,7 @@ class _Scanner:
             elif here:
                 line = line or self.line()
                 words.append(self._word())
+                in_test = words[-1].plain == "[[" or (in_test and words[-1].plain != "]]")
         return RawCommand(tuple(words), line)
 
     def _skip_blanks(self) -> None:
@@ -289,6 +301,10 @@ def _expansion_at(text: str, at: int) -> str:
             if not depth:
                 return text[at : position + 1]
     raise ValueError(f"a bracket {opening} is not closed")
+
+
+def _literal(text: str) -> RawWord:
+    return RawWord((WordPiece(text),))
 
 
 def _merged(pieces: list[WordPiece]) -> tuple[WordPiece, ...]:
