@@ -33,13 +33,25 @@ class Variables:
 
     Args:
         arguments: ``$1``, ``$2``, and so on.
+
+    Attributes:
+        exported: names of variables that scripts receive which the script starts.
     """
 
     def __init__(self, arguments: list[str]) -> None:
         self.arguments = arguments
+        self.exported: set[str] = set()
         self._texts: dict[str, str] = {}
         self._arrays: dict[str, list[str]] = {}
         self._left = _MAX_TEXT
+
+    def of_script(self, arguments: list[str]) -> Variables:
+        """Those of a script that this one starts."""
+        inner = Variables(arguments)
+        for name in self.exported & self._texts.keys():
+            inner.assign(name, self._texts[name], False)
+        inner.exported = set(self.exported)
+        return inner
 
     def assign(self, name: str, value: str, adds: bool) -> None:
         """``name=value``, or ``name+=value``."""

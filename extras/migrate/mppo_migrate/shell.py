@@ -31,7 +31,8 @@ _WORDS_OF = {
     "(": {")"},
 }
 _STATUS = {"true": True, ":": True, "shift": True, "false": False}
-_SHELLS = {"bash", "sh", "source", "."}
+_SAME_SHELL = {"source", "."}
+_SHELLS = {"bash", "sh", *_SAME_SHELL}
 _MAX_SCRIPTS = 4
 """Scripts that start each other."""
 
@@ -139,10 +140,14 @@ class _Shell:
 
     def _command(self, words: list[RawWord], line: int) -> Iterator[Command]:
         """Carry out a command, and set the status if it is known."""
+        exports = words[0].plain == "export"
         if words[0].plain in _DECLARE:
             words = [w for w in words[1:] if not w.text.startswith("-")]
         starts_others = any("$(" in word.text or "`" in word.text for word in words)
-        words = self._assign(words)
+        named, words = words, self._assign(words)
+        if words or exports:
+            named = named if exports else named[: len(named) - len(words)]
+            self.variables.exported |= {word.text.partition("=")[0] for word in named}
         found = [text for word in words for text in self.variables.expand(word)]
         if not found or found[0] in _STATUS:
             self.status = _STATUS[found[0]] if found else None if starts_others else True
@@ -160,7 +165,7 @@ class _Shell:
             if self.depth < _MAX_SCRIPTS:
                 yield from inner.run(shown(started[2]))
         elif len(started) > 1:
-            yield from self._script(started[1], started[2:], line)
+            yield from self._script(started, line)
         yield Command(tuple(shown(text) for text in found), line)
 
     def _assign(self, words: list[RawWord]) -> list[RawWord]:
@@ -219,8 +224,9 @@ class _Shell:
                         f"first case is taken, {shown(pattern)}"
                     )
 
-    def _script(self, name: str, arguments: list[str], line: int) -> Iterator[Command]:
-        """The commands of a script that this one starts."""
+    def _script(self, words: list[str], line: int) -> Iterator[Command]:
+        """The commands of a script that this one starts: a shell, the script, its arguments."""
+        shell, name, *arguments = words
         text = self.read_script(shown(name)) if self.depth < _MAX_SCRIPTS else None
         if text is None:
             self.remarks.append(
@@ -228,7 +234,9 @@ class _Shell:
                 "no such file in this folder; change to the script's folder"
             )
             return
-        inner = _Shell(Variables(arguments), self.read_script, self.remarks, self.depth + 1)
+        own = shell in _SAME_SHELL
+        variables = self.variables if own else self.variables.of_script(arguments)
+        inner = _Shell(variables, self.read_script, self.remarks, self.depth + 1)
         yield from inner.run(text)
 
 

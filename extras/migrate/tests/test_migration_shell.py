@@ -70,6 +70,23 @@ def test_arguments_and_scripts_that_start_each_other():
     assert words("x $1 $2 $@", "a", "b") == [["x", "a", "b", "a", "b"]]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("export M=b; bash run.sh", "b"),
+        ("M=b; export M; bash run.sh", "b"),
+        ("N=1 M=b bash run.sh", "b"),
+        ("M=b; bash run.sh", "a"),
+        ("M=b; source run.sh", "b"),
+        ("source env.sh; . run.sh", "c"),
+        ("source env.sh; bash run.sh", "a"),
+    ],
+)
+def test_a_script_that_is_started_has_the_exported_variables_and_a_sourced_one_all(text, value):
+    scripts = {"run.sh": "python ${M:-a}", "env.sh": "M=c"}
+    assert ["python", value] in words(text, scripts=scripts)
+
+
 def test_settings_below_a_missing_backslash_are_kept_and_reported():
     remarks: list[str] = []
     found = read_commands("python x.py a.b=1\n  c.d=2 \\\n  e.f=3\n--g 4", [], {}.get, remarks)
