@@ -216,5 +216,5 @@ def _holds(words: list[str]) -> bool | None:
     left, sign, right = words
     if sign in _COMPARISONS and left.isdecimal() and right.isdecimal():
         return _COMPARISONS[sign](int(left), int(right)) if len(left + right) < 40 else None
-    equal = fnmatchcase(left, right)
+    equal = left == right or fnmatchcase(left, right)
     return {"=": equal, "==": equal, "!=": not equal}.get(sign)

@@ -45,6 +45,7 @@ def words(text: str, *arguments: str, scripts: dict[str, str] | None = None) -> 
         ("[ a = b ] && (a; b) && c; d", ["d"]),
         ("M=b; case $M in a) N=1 ;; b|c) N=2; esac; a $N", ["a", "2"]),
         ("case kl_2 in\n (kl*)\n if [ 1 = 2 ]; then a\n else b; fi\n ;;\n *) c ;;\nesac", ["b"]),
+        ("L=\"['x']\"; if [ \"$L\" = \"['x']\" ]; then a; fi", ["a"]),
         ("if [ 1 = 2 ]; then\n { \"a\": 1}\nfi\nb", ["b"]),
         ("X=$(ls) && Y=b || Y=c; a $Y", ["a", "b"]),
         ("X=$(ls) || Y=b; a $Y", ["a", "b"]),
