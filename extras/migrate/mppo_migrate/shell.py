@@ -19,7 +19,7 @@ from mppo_migrate.words import RawCommand, RawWord, read_raw_commands
 
 _SETTING = re.compile(r"[+~]{0,2}\w+(\.\w+)+=|--\w")
 """The start of a word that no command begins with: a setting or a flag."""
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 _BEFORE_A_COMMAND = {"do", "time", "exec", "nohup", "sudo", "eval"}
 _CLOSED_BY = {"fi": "if", "esac": "case", "}": "{", ")": "("}
@@ -171,15 +171,15 @@ class _Shell:
     def _assign(self, words: list[RawWord]) -> list[RawWord]:
         """Carry out the assignments in front of a command; the rest of its words."""
         for index, word in enumerate(words):
-            match = _ASSIGNMENT.fullmatch(word.text)
-            if match is None or len(word.unquoted_prefix) <= len(match[1] + match[2]):
+            match = _ASSIGNMENT.match(word.unquoted_prefix)
+            if match is None:
                 return words[index:]
-            name, adds, _ = match.groups()
+            name, adds = match.groups()
             if word.items is not None:
                 values = [text for item in word.items for text in self.variables.expand(item)]
                 self.variables.assign_array(name, values, bool(adds))
             else:
-                value = self.variables.joined(word.after(len(name) + len(adds) + 1))
+                value = self.variables.joined(word.after(match.end()))
                 self.variables.assign(name, value, bool(adds))
         return []
 

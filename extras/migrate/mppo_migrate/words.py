@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 BLANKS = " \t\r"
+_BLANKS = re.compile(r"(?:[ \t\r]+|\\\n|\\[ \t\r]+(?:#[^\n]*)?\n?|\\\Z)*")
+"""Blanks before a word. A backslash there continues the line, with or without blanks or a comment
+behind it, as it was meant."""
+_COMMENT = re.compile(r"#[^\n]*")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _OPERATOR = re.compile(r"&&|\|\||;;&?|;&|[(){}]")
 _IN_TEST = re.compile(r"&&|\|\||[&|()<>]")
@@ -116,11 +120,11 @@ class _Scanner:
         words: list[RawWord] = []
         line, in_test = 0, False
         while self.at < len(self.text):
-            self._skip_blanks()
+            self._run(_BLANKS)
             here = self.peek()
             operator = _OPERATOR.match(self.text, self.at)
             if here == "#":
-                self._skip_line()
+                self._run(_COMMENT)
             elif in_test and here in "&|()<>" and here:
                 words.append(_literal(self._run(_IN_TEST)))
             elif operator and not (here == "{" and self.peek(2)[1:].strip()):
@@ -144,41 +148,11 @@ class _Scanner:
                 in_test = words[-1].plain == "[[" or (in_test and words[-1].plain != "]]")
         return RawCommand(tuple(words), line)
 
-    def _skip_blanks(self) -> None:
-        """Move to the next word. A backslash between words continues the line, with or without
-        blanks or a comment behind it, as it was meant."""
-        while self.peek() and self.peek() in BLANKS + "\\":
-            if self.peek() in BLANKS:
-                self.at += 1
-                continue
-            after = self.peek(2)[1:]
-            if after == "\n":
-                self.at += 2
-            elif after and after in BLANKS:
-                self.at += 1
-                self._skip_blanks_only()
-                if self.peek() == "#":
-                    self._skip_line()
-                if self.peek() == "\n":
-                    self.at += 1
-            elif not after:
-                self.at += 1
-            else:
-                return
-
-    def _skip_blanks_only(self) -> None:
-        while self.peek() and self.peek() in BLANKS:
-            self.at += 1
-
-    def _skip_line(self) -> None:
-        end = self.text.find("\n", self.at)
-        self.at = len(self.text) if end < 0 else end
-
     def _redirection(self) -> None:
         """Move behind a redirection and the file it names."""
         while self.peek() and self.peek() in "<>&|":
             self.at += 1
-        self._skip_blanks()
+        self._run(_BLANKS)
         if self.peek() and self.peek() not in "\n;|":
             self._word()
 
@@ -213,13 +187,13 @@ class _Scanner:
         """The words up to the bracket that closes an array."""
         items: list[RawWord] = []
         while self.at < len(self.text):
-            self._skip_blanks()
+            self._run(_BLANKS)
             here = self.peek()
             if here == ")":
                 self.at += 1
                 return tuple(items)
             if here == "#":
-                self._skip_line()
+                self._run(_COMMENT)
             elif here in "\n;&|<>({}" and here:
                 self.at += 1
             elif here:
@@ -229,7 +203,7 @@ class _Scanner:
     def _run(self, pattern: re.Pattern[str]) -> str:
         """The text from here on that matches a pattern; moves behind it."""
         match = pattern.match(self.text, self.at)
-        assert match is not None, "the character here has no other meaning"
+        assert match is not None, "the pattern fits the character here"
         self.at = match.end()
         return match[0]
 
@@ -265,10 +239,7 @@ class _Scanner:
     def _expansion(self, pieces: list[WordPiece], quoted: bool) -> None:
         """Add the expansion that starts here; a dollar sign alone is literal."""
         source = _expansion_at(self.text, self.at)
-        if len(source) == 1:
-            pieces.append(WordPiece(source, False, quoted))
-        else:
-            pieces.append(WordPiece(source, True, quoted))
+        pieces.append(WordPiece(source, len(source) > 1, quoted))
         self.at += len(source)
 
 
