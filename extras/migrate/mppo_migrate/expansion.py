@@ -10,12 +10,14 @@ import ast
 import operator
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from mppo_migrate.words import RawWord, WordPiece, read_raw_commands
 
 MARK = "\0"
 _MAX_TEXT, _MAX_NESTING, _MAX_NUMBER = 1 << 24, 20, 1 << 62
 _MARKED = re.compile(rf"{MARK}[^{MARK}]*{MARK}")
+_PART = re.compile(rf"(?:{MARK}[^{MARK}]*{MARK}|[^\s{MARK}]+)+")
 _NAME = r"(?:[A-Za-z_]\w*|\d+)"
 _BRACED = re.compile(rf"\$\{{({_NAME}|[@*])(?:\[([@*])\])?(?:(:?[-=?+])(.*))?\}}", re.DOTALL)
 _WORD = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
@@ -31,13 +33,25 @@ class Variables:
 
     Args:
         arguments: ``$1``, ``$2``, and so on.
+
+    Attributes:
+        exported: names of variables that scripts receive which the script starts.
     """
 
     def __init__(self, arguments: list[str]) -> None:
         self.arguments = arguments
+        self.exported: set[str] = set()
         self._texts: dict[str, str] = {}
         self._arrays: dict[str, list[str]] = {}
         self._left = _MAX_TEXT
+
+    def of_script(self, arguments: list[str]) -> Variables:
+        """Those of a script that this one starts."""
+        inner = Variables(arguments)
+        for name in self.exported & self._texts.keys():
+            inner.assign(name, self._texts[name], False)
+        inner.exported = set(self.exported)
+        return inner
 
     def assign(self, name: str, value: str, adds: bool) -> None:
         """``name=value``, or ``name+=value``."""
@@ -56,7 +70,7 @@ class Variables:
         for piece in word.pieces:
             values = self._values(piece) if piece.expands else [piece.text]
             if piece.expands and not piece.quoted:
-                values = [part for value in values for part in value.split()]
+                values = [part for value in values for part in _PART.findall(value)]
             for index, value in enumerate(values):
                 if index and current is not None:
                     found.append("".join(current))
@@ -162,22 +176,45 @@ _COMPARISONS = {
 }  # fmt: skip
 
 
-def is_true(test: Sequence[str]) -> bool:
-    """Whether a condition holds: a test of text or numbers in brackets. Any other one does not."""
-    closing = {"[": "]", "[[": "]]"}.get(test[0] if test else "")
-    if closing is None or test[-1] != closing:
-        return False
-    inner = list(test[1:-1])
-    if inner[:1] == ["!"]:
-        return not is_true([test[0], *inner[1:], closing])
-    if inner[:1] in (["-z"], ["-n"]):
-        return (not "".join(inner[1:])) == (inner[0] == "-z")
-    if len(inner) == 2 and inner[0] in ("=", "==", "!="):  # the left side expanded to nothing
-        inner = ["", *inner]
-    if len(inner) != 3:
-        return False
-    left, sign, right = inner
-    if sign in _COMPARISONS:
-        both = left.isdecimal() and right.isdecimal() and max(len(left), len(right)) < 20
-        return both and _COMPARISONS[sign](int(left), int(right))
-    return {"=": left == right, "==": left == right, "!=": left != right}.get(sign, False)
+def outcome(test: Sequence[str]) -> bool | None:
+    """Whether a test in brackets of text and numbers holds; None for any other condition."""
+    if test[-1] != {"[": "]", "[[": "]]"}[test[0]]:
+        return None
+    either = [_all(_divided(part, ("&&", "-a"))) for part in _divided(test[1:-1], ("||", "-o"))]
+    return True if True in either else None if None in either else False
+
+
+def _all(tests: Sequence[list[str]]) -> bool | None:
+    results = [_holds(test) for test in tests]
+    return False if False in results else None if None in results else True
+
+
+def _divided(words: Sequence[str], signs: Sequence[str]) -> list[list[str]]:
+    """The words between signs."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word in signs:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _holds(words: list[str]) -> bool | None:
+    """Whether a single test holds."""
+    if words[:1] == ["!"]:
+        result = _holds(words[1:]) if words[1:2] != ["!"] else None
+        return None if result is None else not result
+    if words[:1] in (["-z"], ["-n"]):
+        return (not "".join(words[1:])) == (words[0] == "-z")
+    if len(words) == 2 and words[0] in ("=", "==", "!="):  # the left side expanded to nothing
+        words = ["", *words]
+    if len(words) < 2:
+        return "".join(words) != ""
+    if len(words) != 3:
+        return None
+    left, sign, right = words
+    if sign in _COMPARISONS and left.isdecimal() and right.isdecimal():
+        return _COMPARISONS[sign](int(left), int(right)) if len(left + right) < 40 else None
+    equal = left == right or fnmatchcase(left, right)
+    return {"=": equal, "==": equal, "!=": not equal}.get(sign)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 BLANKS = " \t\r"
+_BLANKS = re.compile(r"(?:[ \t\r]+|\\\n|\\[ \t\r]+(?:#[^\n]*)?\n?|\\\Z)*")
+"""Blanks before a word. A backslash there continues the line, with or without blanks or a comment
+behind it, as it was meant."""
+_COMMENT = re.compile(r"#[^\n]*")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_OPERATOR = re.compile(r"&&|\|\||;;&?|;&|[(){}]")
+_IN_TEST = re.compile(r"&&|\|\||[&|()<>]")
 _PLAIN = re.compile(r"[^\s;&|<>()\\'\"$`]+|\s")
 _IN_QUOTES = re.compile(r"[^\"\\$`]+")
 _MAX_NESTING = 20
@@ -70,7 +76,8 @@ class RawWord:
 
 @dataclass(frozen=True)
 class RawCommand:
-    """The words of a command, and the line on which it starts."""
+    """The words of a command, and the line on which it starts. An operator between commands
+    (``&&``, ``||``, ``;;``, a bracket) is a command of one word."""
 
     words: tuple[RawWord, ...]
     line: int
@@ -111,13 +118,21 @@ class _Scanner:
     def command(self) -> RawCommand:
         """The next command; without words at the end of a line or of the text."""
         words: list[RawWord] = []
-        line = 0
+        line, in_test = 0, False
         while self.at < len(self.text):
-            self._skip_blanks()
+            self._run(_BLANKS)
             here = self.peek()
+            operator = _OPERATOR.match(self.text, self.at)
             if here == "#":
-                self._skip_line()
-            elif here in "\n;&|(){}" and not (here == "{" and self.peek(2)[1:].strip()):
+                self._run(_COMMENT)
+            elif in_test and here in "&|()<>" and here:
+                words.append(_literal(self._run(_IN_TEST)))
+            elif operator and not (here == "{" and self.peek(2)[1:].strip()):
+                if not words:
+                    words.append(_literal(operator[0]))
+                    line, self.at = self.line(), operator.end()
+                break
+            elif here in "\n;&|":
                 if self.peek(2) == "&>":
                     self._redirection()
                     continue
@@ -130,43 +145,14 @@ class _Scanner:
             elif here:
                 line = line or self.line()
                 words.append(self._word())
+                in_test = words[-1].plain == "[[" or (in_test and words[-1].plain != "]]")
         return RawCommand(tuple(words), line)
-
-    def _skip_blanks(self) -> None:
-        """Move to the next word. A backslash between words continues the line, with or without
-        blanks or a comment behind it, as it was meant."""
-        while self.peek() and self.peek() in BLANKS + "\\":
-            if self.peek() in BLANKS:
-                self.at += 1
-                continue
-            after = self.peek(2)[1:]
-            if after == "\n":
-                self.at += 2
-            elif after and after in BLANKS:
-                self.at += 1
-                self._skip_blanks_only()
-                if self.peek() == "#":
-                    self._skip_line()
-                if self.peek() == "\n":
-                    self.at += 1
-            elif not after:
-                self.at += 1
-            else:
-                return
-
-    def _skip_blanks_only(self) -> None:
-        while self.peek() and self.peek() in BLANKS:
-            self.at += 1
-
-    def _skip_line(self) -> None:
-        end = self.text.find("\n", self.at)
-        self.at = len(self.text) if end < 0 else end
 
     def _redirection(self) -> None:
         """Move behind a redirection and the file it names."""
         while self.peek() and self.peek() in "<>&|":
             self.at += 1
-        self._skip_blanks()
+        self._run(_BLANKS)
         if self.peek() and self.peek() not in "\n;|":
             self._word()
 
@@ -201,13 +187,13 @@ class _Scanner:
         """The words up to the bracket that closes an array."""
         items: list[RawWord] = []
         while self.at < len(self.text):
-            self._skip_blanks()
+            self._run(_BLANKS)
             here = self.peek()
             if here == ")":
                 self.at += 1
                 return tuple(items)
             if here == "#":
-                self._skip_line()
+                self._run(_COMMENT)
             elif here in "\n;&|<>({}" and here:
                 self.at += 1
             elif here:
@@ -217,7 +203,7 @@ class _Scanner:
     def _run(self, pattern: re.Pattern[str]) -> str:
         """The text from here on that matches a pattern; moves behind it."""
         match = pattern.match(self.text, self.at)
-        assert match is not None, "the character here has no other meaning"
+        assert match is not None, "the pattern fits the character here"
         self.at = match.end()
         return match[0]
 
@@ -253,10 +239,7 @@ class _Scanner:
     def _expansion(self, pieces: list[WordPiece], quoted: bool) -> None:
         """Add the expansion that starts here; a dollar sign alone is literal."""
         source = _expansion_at(self.text, self.at)
-        if len(source) == 1:
-            pieces.append(WordPiece(source, False, quoted))
-        else:
-            pieces.append(WordPiece(source, True, quoted))
+        pieces.append(WordPiece(source, len(source) > 1, quoted))
         self.at += len(source)
 
 
@@ -289,6 +272,10 @@ def _expansion_at(text: str, at: int) -> str:
             if not depth:
                 return text[at : position + 1]
     raise ValueError(f"a bracket {opening} is not closed")
+
+
+def _literal(text: str) -> RawWord:
+    return RawWord((WordPiece(text),))
 
 
 def _merged(pieces: list[WordPiece]) -> tuple[WordPiece, ...]:

@@ -32,7 +32,25 @@ def words(text: str, *arguments: str, scripts: dict[str, str] | None = None) -> 
         ("a $HOME/data ${USER} $(pwd)/x `date`", ["a", "$HOME/data", "${USER}", "$(pwd)/x",
                                                   "`date`"]),
         ("N=3; a $((N * (2 + 1))) $(($N / 2)) $((M+1))", ["a", "9", "1", "$((M+1))"]),
-        ("if true; then a; else b c; fi", ["b", "c"]),
+        ("if true; then a; else b c; fi", ["a"]),
+        ("if [ -d x ]; then a; else b c; fi", ["b", "c"]),
+        ("if [ ! -d x ]; then a; else b c; fi", ["b", "c"]),
+        ("if ! [ a ]; then a; elif [ ]; then b; else c; fi", ["c"]),
+        ("if [ 1 = 1 ] && { [ a = b ] || [ a = a ]; }; then a; fi", ["a"]),
+        ("if [ 1 = 2 ] && { [ a = b ] || [ a = a ]; }; then a; else b; fi", ["b"]),
+        ('if [[ $X == a && -n x || "Qwen3" == Qwen* ]]; then a; else b; fi', ["a"]),
+        ("N=1; [ $N -gt 2 ] && X=b || X=c; a $X", ["a", "c"]),
+        ("[ a = b ] && a || [ a = a ] || c\nd", ["d"]),
+        ("[ -d x ] || a b", ["a", "b"]),
+        ("[ a = b ] && (a; b) && c; d", ["d"]),
+        ("M=b; case $M in a) N=1 ;; b|c) N=2; esac; a $N", ["a", "2"]),
+        ("case kl_2 in\n (kl*)\n if [ 1 = 2 ]; then a\n else b; fi\n ;;\n *) c ;;\nesac", ["b"]),
+        ("L=\"['x']\"; if [ \"$L\" = \"['x']\" ]; then a; fi", ["a"]),
+        ("if [ 1 = 2 ]; then\n { \"a\": 1}\nfi\nb", ["b"]),
+        ("X=$(ls) && Y=b || Y=c; a $Y", ["a", "b"]),
+        ("X=$(ls) || Y=b; a $Y", ["a", "b"]),
+        ("if [ a ]; then a --b 1\n --c 2\nfi", ["a", "--b", "1", "--c", "2"]),
+        ("if false; then case a in a) b ;; esac; fi; c", ["c"]),
         ('X=1\nif [ "$X" == "1" ]; then a; fi', ["a"]),
         ('X=$9\nif [ -z "$X" ]; then X=b; fi; a $X', ["a", "b"]),
         ("if [ 2 -gt 1 ]; then\n a\nelif [ 1 = 1 ]; then\n b\nfi", ["a"]),
@@ -53,11 +71,37 @@ def test_arguments_and_scripts_that_start_each_other():
     assert words("x $1 $2 $@", "a", "b") == [["x", "a", "b", "a", "b"]]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("export M=b; bash run.sh", "b"),
+        ("M=b; export M; bash run.sh", "b"),
+        ("N=1 M=b bash run.sh", "b"),
+        ("M=b; bash run.sh", "a"),
+        ("M=b; source run.sh", "b"),
+        ("source env.sh; . run.sh", "c"),
+        ("source env.sh; bash run.sh", "a"),
+    ],
+)
+def test_a_script_that_is_started_has_the_exported_variables_and_a_sourced_one_all(text, value):
+    scripts = {"run.sh": "python ${M:-a}", "env.sh": "M=c"}
+    assert ["python", value] in words(text, scripts=scripts)
+
+
 def test_settings_below_a_missing_backslash_are_kept_and_reported():
     remarks: list[str] = []
     found = read_commands("python x.py a.b=1\n  c.d=2 \\\n  e.f=3\n--g 4", [], {}.get, remarks)
     assert [c.words for c in found] == [("python", "x.py", "a.b=1", "c.d=2", "e.f=3", "--g", "4")]
     assert [remark.split(":")[0] for remark in remarks] == ["line 2", "line 4"]
+
+
+def test_a_case_of_something_unknown_is_its_first_one_and_reported():
+    remarks: list[str] = []
+    script = "D=${D:-$(ls && x)}\ncase $D in\n  --gpu|g) N=8 ;;\n  npu) N=16 ;;\nesac\na $N"
+    found = read_commands(script, [], {}.get, remarks)
+    assert [c.words for c in found] == [("a", "8")]
+    words = "the script does not say what $(ls && x) is; its first case is taken, --gpu"
+    assert remarks == [f"line 3: {words}"]
 
 
 def test_a_script_that_starts_itself_ends():
@@ -91,8 +135,10 @@ def test_what_is_no_script_or_too_large_is_refused(text, words):
     "text",
     ["\\a" * 10_000, "$a" * 10_000, "'x'" * 10_000, "a=1\n" * 5_000, "a=(" + "b(" * 5_000 + ")",
      "$((" + "9**9" * 3000 + "))", "$((" + "(" * 15 + "1" * 9000 + ")" * 15 + "))",
-     "if " * 10_000, "fi\n" * 10_000, "${a:-" * 19 + "x" + "}" * 19, "a " + "\\ " * 10_000],
-    ids=range(11),
+     "if " * 10_000, "if [ a ]\nthen\n" * 5_000, "[ " + "! " * 10_000 + "a ]", "{ " * 10_000,
+     "case a in (" * 5_000, "[[ " + "a && " * 10_000 + "]]", "case $x in " + "*a" * 9_000 + ") a",
+     "fi\n" * 10_000, "${a:-" * 19 + "x" + "}" * 19, "a " + "\\ " * 10_000],
+    ids=range(17),
 )  # fmt: skip
 def test_hostile_scripts_are_read_in_one_pass(text):
     assert len(read_commands(text, [], {}.get, [])) <= 1
