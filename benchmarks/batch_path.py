@@ -136,7 +136,7 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
         responses and batch.
     """
     from mppo.algos.packing import select_sequences
-    from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
+    from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.recipe.sections.rollout import SamplingConfig
     from mppo.rollout.engine import GenerationRequest
 

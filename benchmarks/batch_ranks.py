@@ -81,12 +81,12 @@ def path(
 ) -> None:
     """One rank of the path; writes its numbers to a file."""
     from mppo.algos.packing import select_sequences
+    from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec
+    from mppo.batch.mini_batch import TOKENS_ONLY
     from mppo.batch.prompt import Prompt
     from mppo.batch.shares import pack_at_home, share_out
-    from mppo.models.mini_batch import TOKENS_ONLY
     from mppo.models.work_share import PassMoves, fetch_share
     from mppo.parallel.layout import Layout
-    from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.recipe.sections.rollout import SamplingConfig
     from mppo.rollout.engine import GenerationRequest
     from mppo.rollout.sglang.generation import add_answers

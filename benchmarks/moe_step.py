@@ -107,7 +107,7 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
 
 def make_update(role, batch) -> Callable[[], object]:
     """A forward and backward pass of the role over the batch."""
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward, forward_backward
 
     forward(role, batch, role.plan(batch, training=False))
@@ -189,7 +189,7 @@ def grow_memory(rank: int, world: int, folder: Path, length: int) -> None:
     role = make_role(folder / "dense", registry, 1, cp=world)
     make_update(role, make_batch([256]))()
     before = peak_bytes()
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward_backward
 
     batch = make_batch([length])

@@ -20,8 +20,8 @@ from typing import Any
 import record
 from transformers import AutoConfig
 
+from mppo.batch.microbatches import MicroBatchLimits
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.flops import model_flops
 from mppo.planning.memory import (
     count_parameters,

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.batch.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
+from mppo.batch.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.attention.context import ContextPlace
 from mppo.models.configuration import DTYPES, transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.heads.role_head import RoleHead
 from mppo.models.microbatch import MicroBatch, cut
-from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.moe.router import freeze_routers
 from mppo.models.moe.routing import RoleRouting
 from mppo.models.optimizer import RoleOptimizer, StepResult, wrap_in_ddp
@@ -27,7 +28,6 @@ from mppo.models.stage import Stage, build_stages
 from mppo.models.work_share import PassMoves, fetch_share
 from mppo.parallel import device
 from mppo.parallel.groups import LayoutGroups
-from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchPlan, MicroBatchSpec
 from mppo.recipe.model_shape import model_shape, with_value_bins
 from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.blocks import padded_vocab_size

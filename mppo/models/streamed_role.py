@@ -16,10 +16,11 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.batch.head_outputs import HeadOutputs, num_outputs, unstack_outputs
+from mppo.batch.microbatches import MicroBatchPlan
+from mppo.batch.mini_batch import TOKENS_ONLY, MiniBatch, PassInputs
 from mppo.models.configuration import finalize_gradients
-from mppo.models.heads.outputs import HeadOutputs, num_outputs, unstack_outputs
 from mppo.models.microbatch import MicroBatch
-from mppo.models.mini_batch import TOKENS_ONLY, MiniBatch, PassInputs
 from mppo.models.optimizer import PendingNorm
 from mppo.models.role import PendingStatistics, Role
 from mppo.models.stage import forward_step_function
@@ -28,7 +29,6 @@ from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.schedule import forward_list
 
 

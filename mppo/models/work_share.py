@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs, tensors_of
+from mppo.batch.head_outputs import HeadOutputs, tensors_of
+from mppo.batch.microbatches import MicroBatchPlan
+from mppo.batch.mini_batch import PassInputs
 from mppo.models.microbatch import MicroBatch
-from mppo.models.mini_batch import PassInputs
 from mppo.parallel import device
 from mppo.parallel.exchange import EVERYWHERE, Moves, exchange
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchPlan
 
 _RANGES = 8
 """Ranges of micro-batches into which a pass is divided whose inputs are large."""

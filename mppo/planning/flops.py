@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.batch.microbatches import MicroBatchPlan
 from mppo.models.families.architectures import family_config
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.memory import experts_per_token
 from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.recipe.sections.role_config import Head

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mppo.batch.batch import Batch
+from mppo.batch.head_outputs import HeadOutputs, add_outputs
+from mppo.batch.microbatches import MicroBatchPlan
+from mppo.batch.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.batch.outputs import Outputs
-from mppo.models.heads.outputs import HeadOutputs, add_outputs
-from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.role import Role
 from mppo.models.streamed_role import StreamedForward, forward, forward_with_states
 from mppo.models.work_share import ranges_of
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.schedule import forward_list
 from mppo.planning.residency import phase_of_role
 from mppo.recipe.schedule import forward_groups

@@ -16,14 +16,14 @@ from mppo.algos.packing import select_sequences
 from mppo.algos.policy_loss import ptx_loss
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.head_outputs import HeadOutputs, PolicyOutputs, map_outputs
+from mppo.batch.microbatches import MicroBatchPlan, MicroBatchSpec
+from mppo.batch.mini_batch import Objective
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.batch.selection import concatenate_batches
 from mppo.data.loader import PromptLoader
-from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, map_outputs
-from mppo.models.mini_batch import Objective
 from mppo.parallel.device import copied
-from mppo.pipeline.microbatches import MicroBatchPlan, MicroBatchSpec
 
 METRIC = "actor/ptx_loss"
 

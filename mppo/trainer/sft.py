@@ -18,12 +18,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode, EpisodeTokens
+from mppo.batch.head_outputs import HeadOutputs, PolicyOutputs
+from mppo.batch.mini_batch import MiniBatch
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
 from mppo.data.examples import SupervisedExample, supervised_examples
 from mppo.data.source import PromptSet
-from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs
-from mppo.models.mini_batch import MiniBatch
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
 from mppo.models.streamed_role import forward_backward

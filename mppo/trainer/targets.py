@@ -26,12 +26,12 @@ from mppo.algos.packing import (
 )
 from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.batch.batch import Sequences
+from mppo.batch.microbatches import MicroBatchPlan
 from mppo.batch.outputs import Experience
 from mppo.models.work_share import PassMoves
 from mppo.parallel.device import copied
 from mppo.parallel.exchange import exchange
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.recipe.sections.roles import SEQUENCE_LOSSES, ActorConfig, CriticConfig
 from mppo.trainer.advantages import value_states
 

@@ -17,9 +17,9 @@ from ranks import start_ranks
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens
+from mppo.batch.head_outputs import tensors_of
 from mppo.batch.packing import pack_episodes
 from mppo.batch.prompt import Prompt
-from mppo.models.heads.outputs import tensors_of
 
 VOCABULARY = 101
 
@@ -170,8 +170,8 @@ def run_case(case: Case, folder: Path, registry) -> Outcome:
 
 def _passes(case: Case, folder: Path, registry) -> Iterator[Outcome | None]:
     """A role's passes over the batch and their outputs; yields None after each."""
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.batch.shares import share_out
-    from mppo.models.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward
 
     batch = batch_of()

@@ -261,9 +261,9 @@ def pack_where_responses_arrived() -> None:
 def fetch_what_a_rank_uses(layout: Layout) -> None:
     """A stage gets the expert choices of its own layers; hidden states and targets the last one."""
     from mppo.batch.gathers import gather_of_mini_batch
-    from mppo.models.mini_batch import PassInputs
+    from mppo.batch.microbatches import MicroBatchLimits, plan_microbatches
+    from mppo.batch.mini_batch import PassInputs
     from mppo.models.work_share import PassMoves, fetch_share
-    from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
     from mppo.trainer.advantages import estimate
     from mppo.trainer.targets import fetch_targets, value_targets
 

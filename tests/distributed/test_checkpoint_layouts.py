@@ -64,7 +64,7 @@ def resume(role, root: Path, said: list[str], part=None, **trainer) -> int:
 
 
 def train(role, steps: int) -> None:
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
 
     batch = batch_of()
     plan = role.plan(batch, training=True)

@@ -45,7 +45,7 @@ class Unit(Peak):
 
 def issued(case: Case, folder: Path, registry) -> tuple[list[int], list[int], int]:
     """Sizes of the exchanges of a pass over one micro-batch: forward, training; its tokens."""
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward, forward_backward
 
     role, batch = build_role(case, folder, registry), batch_of()

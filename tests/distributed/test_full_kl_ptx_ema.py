@@ -68,9 +68,9 @@ def kl_loss(batch):
 
 def train(case: Case, folder: Path, registry) -> dict[str, Any]:
     """Compute the full KL to a reference of another family and layout, then train with ptx text."""
+    from mppo.batch.head_outputs import tensors_of
+    from mppo.batch.mini_batch import MiniBatch, PassInputs
     from mppo.batch.shares import share_out
-    from mppo.models.heads.outputs import tensors_of
-    from mppo.models.mini_batch import MiniBatch, PassInputs
     from mppo.models.role import Role
     from mppo.models.streamed_role import forward, forward_with_states
     from mppo.recipe.sections.megatron import MegatronConfig
@@ -153,7 +153,7 @@ def step_with_one_overflow(case: Case, folder: Path, registry) -> dict[str, Any]
     second with an infinite loss, whose gradient is finite, of one of its sequences."""
     from layout_case import objective
 
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.role import step_together
     from mppo.models.streamed_role import forward_backward
 

@@ -33,7 +33,7 @@ class LargestTensor(TorchDispatchMode):
 
 def largest(case: Case, folder: Path, registry) -> dict[str, int]:
     """Bytes of the largest tensor in the forward and backward passes over one micro-batch."""
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward, forward_backward
 
     role = build_role(case, folder, registry)

@@ -7,7 +7,7 @@ import torch
 from layout_case import Case, batch_of, compare, objective, run_cases
 from transformers import AutoModelForCausalLM
 
-from mppo.models.heads.outputs import PolicyOutputs
+from mppo.batch.head_outputs import PolicyOutputs
 from mppo.recipe.sections.roles import HLGaussConfig
 
 TP = "tensor_model_parallel_size"

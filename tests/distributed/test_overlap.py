@@ -40,7 +40,7 @@ def pending_gathers(case: Case, folder, registry) -> list[bool]:
     """Whether gathers are pending after a step, and after waiting for the weights."""
     from layout_case import batch_of, objective
 
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.role import take_steps
     from mppo.models.streamed_role import forward_backward
 

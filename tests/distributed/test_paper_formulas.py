@@ -223,7 +223,7 @@ def trained_once(role, home: Batch, targets, objective_of) -> dict[str, Any]:
     """Statistics of a mini-batch of everything, weights and gradients by Hugging Face names."""
     from layout_case import _weights
 
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
     from mppo.models.streamed_role import forward_backward
     from mppo.trainer.targets import fetch_targets
 

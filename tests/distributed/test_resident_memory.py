@@ -35,7 +35,7 @@ def optimizer_bytes(role) -> int:
 
 def before_and_after(case: Case, folder: Path, registry) -> tuple[int, int, int]:
     """Elements that the optimizer updates; bytes of its state when built, and after a step."""
-    from mppo.models.mini_batch import MiniBatch
+    from mppo.batch.mini_batch import MiniBatch
 
     role, batch = build_role(case, folder, registry), batch_of()
     elements = sum(p.numel() for part in role.optimizer.parts for p in part.get_parameters())

@@ -40,7 +40,7 @@ def _kind(value: Any) -> str:
         value = next(iter(value.values()), None)
     elif isinstance(value, list | tuple):
         value = next(iter(value), None)
-    return type(value).__name__ if type(value).__module__.startswith("mppo.") else ""
+    return type(value).__name__ if type(value).__module__.startswith("mppo.batch.") else ""
 
 
 def _rank(rank: int, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mppo.models.heads.outputs import PolicyOutputs, ValueOutputs
+from mppo.batch.head_outputs import PolicyOutputs, ValueOutputs
 from mppo.recipe.sections.algorithm import RolloutCorrectionConfig
 from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 from mppo.trainer.targets import PolicyTargets, ValueTargets

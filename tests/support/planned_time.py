@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mppo.batch.microbatches import MicroBatchLimits
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.flops import model_flops
 from mppo.planning.memory import (
     count_parameters,

@@ -10,7 +10,7 @@ import torch
 from random_outputs import outputs_of
 
 from mppo.algos.value_loss import bin_edges, expected_value, hl_gauss_loss, hl_gauss_target
-from mppo.models.heads.outputs import ValueOutputs
+from mppo.batch.head_outputs import ValueOutputs
 from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.recipe.sections.roles import CriticConfig, HLGaussConfig
 from mppo.trainer.advantages import estimate

@@ -27,7 +27,7 @@ FILE_LINES, FUNCTION_LINES, ROOM_FILES = 600, 70, 17
 
 PURE = frozenset(
     {
-        "mppo.parallel.layout", "mppo.parallel.partition", "mppo.pipeline.microbatches",
+        "mppo.parallel.layout", "mppo.parallel.partition",
         "mppo.pipeline.actions", "mppo.pipeline.simulation", "mppo.pipeline.streams",
         "mppo.pipeline.schedule",
         "mppo.pipeline.checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
@@ -38,7 +38,8 @@ PURE = frozenset(
         "mppo.weights.torch_dist.contents",
         "mppo.weights.torch_dist.pickles", "mppo.weights.hf.safetensors_file",
         "mppo.batch.prompt", "mppo.batch.episode", "mppo.batch.batch", "mppo.batch.outputs",
-        "mppo.batch.packing",
+        "mppo.batch.packing", "mppo.batch.microbatches", "mppo.batch.mini_batch",
+        "mppo.batch.head_outputs",
     }
 )  # fmt: skip
 """Modules in other rooms that know neither process group, device nor engine, as all of ``algos``

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mppo.batch.batch import Sequences
+from mppo.batch.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.cpu.node_copies import first_on_node
 from mppo.models.work_share import PassMoves, ranges_of
 from mppo.parallel.exchange import EVERYWHERE, Moves, exchange
 from mppo.parallel.layout import Layout
 from mppo.parallel.partition import partition
-from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
 
 
 def sequences_of(lengths, home):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec, plan_microbatches
 from mppo.parallel.partition import partition
-from mppo.pipeline.microbatches import MicroBatchLimits, MicroBatchSpec, plan_microbatches
 from mppo.trainer.metrics import balance_metrics
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

@@ -13,7 +13,7 @@ from planned_time import ENDLESS, PEAK, Peak, role_load
 from transformers import AutoConfig
 
 import mppo
-from mppo.pipeline.microbatches import MicroBatchLimits
+from mppo.batch.microbatches import MicroBatchLimits
 from mppo.planning.disk import checkpoint_bytes
 from mppo.planning.time.cost import LAUNCH, Cost
 from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_responses

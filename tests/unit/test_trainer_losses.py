@@ -13,8 +13,8 @@ from mini_batch_objectives import policy_objective, value_objective
 from mppo import register
 from mppo.algos.packing import select_sequences
 from mppo.batch.batch import Batch
+from mppo.batch.head_outputs import PolicyOutputs
 from mppo.batch.outputs import Experience, Outputs
-from mppo.models.heads.outputs import PolicyOutputs
 from mppo.recipe.sections.algorithm import RolloutCorrectionConfig
 from mppo.recipe.sections.roles import ActorConfig, CriticConfig, LossAggMode, PolicyLossConfig
 from mppo.trainer import targets as mini_batch_targets

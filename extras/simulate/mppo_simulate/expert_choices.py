@@ -19,13 +19,13 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
+from mppo.batch.microbatches import MicroBatchPlan
 from mppo.models import role
 from mppo.models.attention.context import ContextPlace, split_context
 from mppo.models.microbatch import MicroBatch, padding_tokens
 from mppo.models.moe import router
 from mppo.parallel.device import copied
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo_simulate.gpu.counters import Counters
 from mppo_simulate.gpu.known_values import attach_values, known
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mppo.algos.value_loss import bin_edges, expected_value
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs, ValueOutputs, unstack_outputs
+from mppo.batch.head_outputs import HeadOutputs, ValueOutputs, unstack_outputs
+from mppo.batch.mini_batch import PassInputs
 from mppo.models.heads.vocabulary import (
     Projection,
     VocabShard,
@@ -21,7 +22,6 @@ from mppo.models.heads.vocabulary import (
     gather_values,
 )
 from mppo.models.microbatch import MicroBatch
-from mppo.models.mini_batch import PassInputs
 from mppo.models.role_weights import RoleWeights
 from mppo.models.stage import Stage
 from mppo.parallel import device
@@ -83,7 +83,7 @@ class RoleHead:
     def _policy_outputs(
         self, hidden: Tensor, microbatch: MicroBatch, batch: Sequences, inputs: PassInputs
     ) -> list[Tensor]:
-        weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch)
+        weight, is_text = self._chunk.output_weight(), inputs.is_text(microbatch.indices)
         shard = self._vocab_shard(len(weight), self._chunk.final_logit_softcap)
         if is_text:
             shard = replace(shard, temperature=1.0)

@@ -23,6 +23,7 @@ from torch import Tensor
 from mppo.algos.packing import sequence_token_indices
 from mppo.batch.batch import Sequences, unknown_expert
 from mppo.batch.gathers import sequence_digests
+from mppo.batch.microbatches import MicroBatchPlan
 from mppo.models.attention.packing import MicroRouting
 from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.router import AuxiliaryLoss, routers
@@ -31,7 +32,6 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.device import copied
 from mppo.parallel.exchange import Moves, exchange
 from mppo.parallel.groups import LayoutGroups
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.recipe.sections.megatron import MegatronConfig
 from mppo.recipe.sections.role_config import Replay
 from mppo.safety.input_error import InputError

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mppo.batch.microbatches import MicroBatchLimits
 from mppo.dumps.experience_files import read_batch_tensor
 from mppo.dumps.step_dump import UNREADABLE, dumped_steps
-from mppo.pipeline.microbatches import MicroBatchLimits
 from mppo.planning.fit import Fit, copied_bytes
 from mppo.planning.flops import model_flops
 from mppo.planning.memory import experts_per_token

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 
+from mppo.batch.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.parallel.layout import Layout
-from mppo.pipeline.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.planning.flops import ModelFlops
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Kernels

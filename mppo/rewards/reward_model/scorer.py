@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from mppo.algos.packing import cumulative
 from mppo.batch.batch import Sequences
 from mppo.batch.episode import Episode
+from mppo.batch.head_outputs import ValueOutputs
 from mppo.data.chat_template import render_with
 from mppo.hub.builtin import eos_id, load_tokenizer, resolve_model
-from mppo.models.heads.outputs import ValueOutputs
 from mppo.models.role import Role
 from mppo.models.streamed_role import forward
 from mppo.parallel.exchange import sum_over_ranks

@@ -21,7 +21,7 @@ from mppo import register
 from mppo.algos.kl import kl_estimate
 from mppo.algos.policy_loss import Loss, LossInputs, importance_ratio, outside_trust_region
 from mppo.algos.value_loss import bin_edges, hl_gauss_loss, value_loss
-from mppo.models.heads.outputs import HeadOutputs, PolicyOutputs, ValueOutputs
+from mppo.batch.head_outputs import HeadOutputs, PolicyOutputs, ValueOutputs
 from mppo.recipe.sections.algorithm import RolloutCorrectionConfig
 from mppo.recipe.sections.roles import ActorConfig, CriticConfig, HLGaussConfig
 from mppo.safety.input_error import InputError

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from mppo.batch.gathers import gather_of_mini_batch
+from mppo.batch.microbatches import MicroBatchPlan
+from mppo.batch.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.batch.outputs import Experience
-from mppo.models.mini_batch import TOKENS_ONLY, PassInputs
 from mppo.models.optimizer import StepResult
 from mppo.models.role import Role, step_together
 from mppo.parallel import device
 from mppo.pipeline.executor import carry_out
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.flops import peak_tflops
 from mppo.planning.residency import phase_of_role

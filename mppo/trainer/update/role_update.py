@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mppo.batch.batch import Batch
-from mppo.models.mini_batch import TOKENS_ONLY, MiniBatch, Objective, PassInputs
+from mppo.batch.microbatches import MicroBatchPlan
+from mppo.batch.mini_batch import TOKENS_ONLY, MiniBatch, Objective, PassInputs
 from mppo.models.role import Role
 from mppo.models.streamed_role import forward_backward
 from mppo.parallel import device
-from mppo.pipeline.microbatches import MicroBatchPlan
 from mppo.planning.flops import ModelFlops, update_flops
 from mppo.trainer.metrics import update_metrics
 from mppo.trainer.pretraining_mix import Documents, PretrainingMix

@@ -8,9 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from mppo.batch.batch import Sequences
-from mppo.models.heads.outputs import HeadOutputs
-from mppo.models.microbatch import MicroBatch
-from mppo.pipeline.microbatches import MicroBatchPlan
+from mppo.batch.head_outputs import HeadOutputs
+from mppo.batch.microbatches import MicroBatchPlan
 
 
 class Objective(Protocol):
@@ -44,9 +43,9 @@ class PassInputs:
     text_from: int | None = None
     with_squares: bool = False
 
-    def is_text(self, microbatch: MicroBatch) -> bool:
-        """Whether a micro-batch holds plain text; a micro-batch never mixes it with responses."""
-        first = microbatch.indices[0] if microbatch.indices else -1
+    def is_text(self, indices: tuple[int, ...]) -> bool:
+        """Whether the sequences of a micro-batch are plain text: none mixes it with responses."""
+        first = indices[0] if indices else -1
         return self.text_from is not None and first >= self.text_from
 
 
