@@ -64,6 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: JsonServer
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
+    disable_nagle_algorithm = True  # the body of an answer waits for no acknowledgement
 
     def do_GET(self) -> None:
         """Answer whether the server is up."""

@@ -27,6 +27,7 @@ import time
 import traceback
 
 from mppo.rewards.workers.confinement import (
+    PR_SET_DUMPABLE,
     call,
     close_files,
     die_first,
@@ -36,13 +37,13 @@ from mppo.rewards.workers.confinement import (
     limit,
 )
 
-NOBODY = 65534
+NOBODY, ROOT = 65534, "/tmp"
+"""The user, and the folder that hides all others."""
 ERROR_BYTES = 2000
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
-PR_CAPBSET_DROP = 24
 STANDARD_MODULES = (
     "abc", "array", "bisect", "calendar", "cmath", "collections", "contextlib", "copy",
     "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
@@ -52,15 +53,17 @@ STANDARD_MODULES = (
 )  # fmt: skip
 
 
-def enter_namespaces(root):
-    """Enter new network, mount, process and IPC namespaces, and a user namespace unless root.
+def enter_namespaces():
+    """Enter new network, mount, process and IPC namespaces, and a user namespace unless root may do
+    without: the root of a container becomes the user nobody first.
 
-    Mounts an empty read-only file system over the folder ``root``, in this namespace only.
+    Mounts an empty read-only file system over the folder ``ROOT``, in this namespace only.
     """
     flags = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC
-    if os.geteuid() == 0:
-        call("unshare", flags)
-    else:
+    if os.geteuid() != 0 or libc.unshare(flags) < 0:
+        if os.geteuid() == 0:
+            become_nobody()
+            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps belong to root
         uid, gid = os.geteuid(), os.getegid()
         call("unshare", flags | CLONE_NEWUSER)
         for name, line in (
@@ -72,10 +75,17 @@ def enter_namespaces(root):
                 file.write(line)
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-    call("mount", b"none", root.encode(), b"tmpfs", flags, b"size=4k,mode=555")
+    call("mount", b"none", ROOT.encode(), b"tmpfs", flags, b"size=4k,mode=555")
 
 
-def confine(job, root):
+def become_nobody():
+    """Change from root to the user nobody."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def confine(job):
     """Become the user nobody in a new session and an empty root, without capabilities, with limits.
 
     The session separates the process group from the trainer's. A process namespace alone does not
@@ -83,15 +93,10 @@ def confine(job, root):
     """
     os.setsid()
     close_files({job["result_fd"]})
-    os.chroot(root)
+    os.chroot(ROOT)
     os.chdir("/")
     if os.geteuid() == 0:
-        for capability in range(64):
-            if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-                break  # past the last, or not permitted: drop_privileges() drops all
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        become_nobody()
     die_with_parent(0)  # after the change of user, which resets the setting
     limit(
         {
@@ -153,7 +158,7 @@ def watch(pid, job):
 def main():
     """Run the job of standard input."""
     job = json.load(sys.stdin)
-    result_fd, root, write = job["result_fd"], os.path.dirname(__file__), os.write
+    result_fd, write = job["result_fd"], os.write
     for name in (*STANDARD_MODULES, *job["modules"]):
         importlib.import_module(name)
     # both import modules at their first use, which is not possible in the empty root
@@ -161,7 +166,7 @@ def main():
     traceback.format_exc()
     try:
         die_first()
-        enter_namespaces(root)
+        enter_namespaces()
         pid = os.fork()
     except OSError as error:
         write(result_fd, f"!{error}".encode())
@@ -170,7 +175,7 @@ def main():
         os.close(result_fd)
         sys.exit(watch(pid, job))
     try:
-        confine(job, root)
+        confine(job)
     except OSError as error:
         write(result_fd, f"!{error}".encode())
         os._exit(1)

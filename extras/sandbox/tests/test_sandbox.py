@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 from mppo_sandbox.sandbox import Sandbox
@@ -90,6 +92,24 @@ def test_no_privilege_other_process_or_environment_is_left(sandbox, monkeypatch)
     assert "sesame" not in prints(sandbox, "import os\nprint(dict(os.environ))")
     assert "Operation not permitted" in sandbox.run("import os\nos.setuid(0)").error
     assert "Operation not permitted" in sandbox.run(f"import os\nos.kill({os.getpid()}, 9)").error
+
+
+AS_ROOT_OF_A_CONTAINER = """
+from mppo.rewards.workers.confinement import call
+from mppo_sandbox.sandbox import Sandbox
+call("prctl", 24, 21, 0, 0, 0)  # the programs that follow lack CAP_SYS_ADMIN
+Sandbox().check()
+print(Sandbox().run("import os\\nprint(os.getresuid(), os.getgroups(), os.listdir('/'))").output)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be the root of a container")
+def test_the_root_of_a_container_runs_programs_as_nobody(sandbox):
+    if subprocess.run(["unshare", "--user", "true"], user=65534, capture_output=True).returncode:
+        pytest.skip("this machine lets only root create namespaces")
+    command = [sys.executable, "-c", AS_ROOT_OF_A_CONTAINER]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.strip() == "(65534, 65534, 65534) [] []", result.stderr
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import os\nos._exit(0)"])
