@@ -23,8 +23,20 @@ from mppo.rewards.workers.worker import ScoringTask
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = """
-import os, sys, time
+import os, pickle, struct, sys, time
 calls = []
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("import os; os._exit(99)",)
+
+def send_to_all(content):
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) > 2:
+                os.write(int(name), content)
+        except OSError:  # open for reading, or the listing's own
+            pass
 
 def score(data_source, solution_str, ground_truth, extra_info):
     calls.append(solution_str)
@@ -42,6 +54,11 @@ def score(data_source, solution_str, ground_truth, extra_info):
         sys.exit("enough")
     if solution_str == "files":
         return len(os.listdir("/proc/self/fd"))
+    if solution_str == "forge":
+        record = struct.pack("<cdI", b"s", 7.0, 14) + b"[{}, [], null]"
+        send_to_all(9 * record)
+    if solution_str == "pickle":
+        send_to_all(pickle.dumps(Bomb()))
     if solution_str == "pid":
         return os.getpid()
     return len(calls)
@@ -113,6 +130,12 @@ def test_a_worker_has_no_file_or_socket_of_the_trainer(scored):
         os.set_inheritable(file.fileno(), True)
         (count,), _ = scored("files")
     assert count == 6  # standard input, output and error, two pipes, and the listed folder
+
+
+def test_what_a_function_writes_to_its_pipes_is_neither_anothers_score_nor_executed(scored):
+    scores, _ = scored("a", "forge", "b", "pickle", "c", on_error=-2.0)
+    assert scores[::2] == [1, 1, 1]  # from a new process each
+    assert scores[3] == -2
 
 
 def test_a_worker_that_cannot_start_says_why():
