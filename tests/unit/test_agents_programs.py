@@ -52,7 +52,7 @@ def run(tmp_path):
     yield episodes
     for engine in engines:
         engine.stop()
-    assert not [each for each in psutil.Process().children(True) if "agents" in _line(each)]
+    assert not [each for each in psutil.Process().children(True) if "-m mppo.agents" in _line(each)]
 
 
 def _line(process: psutil.Process) -> str:
