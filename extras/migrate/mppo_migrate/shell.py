@@ -30,6 +30,7 @@ _WORDS_OF = {
     "{": {"}"},
     "(": {")"},
 }
+_TESTS = {"[", "[[", "test", "command"}
 _STATUS = {"true": True, ":": True, "shift": True, "false": False}
 _SAME_SHELL = {"source", "."}
 _SHELLS = {"bash", "sh", *_SAME_SHELL}
@@ -65,6 +66,7 @@ class _Block:
         had_one: whether one of its branches has run.
         subject: what a ``case`` compares.
         in_patterns: whether the next words are patterns of a ``case``.
+        doubts: whether it stands behind a test that is not known and ``&&``.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class _Block:
     had_one: bool = False
     subject: str = ""
     in_patterns: bool = False
+    doubts: bool = False
 
     def enter(self, runs: bool) -> None:
         """Begin a branch, which runs if none before it did."""
@@ -91,7 +94,10 @@ class _Shell:
         depth: scripts that started this one.
         blocks: those that are open.
         status: whether the last command succeeded; None: not known.
+        tested: whether a status that is not known is a test's.
         skips: whether ``&&`` or ``||`` leaves out the next command.
+        doubts: whether the next command stands behind a test that is not known and ``&&``: it is
+            read, and so is what stands behind its ``||``.
     """
 
     variables: Variables
@@ -100,7 +106,9 @@ class _Shell:
     depth: int = 0
     blocks: list[_Block] = field(default_factory=list)
     status: bool | None = None
+    tested: bool = False
     skips: bool = False
+    doubts: bool = False
 
     def run(self, text: str) -> Iterator[Command]:
         """The commands of a script's text."""
@@ -110,9 +118,10 @@ class _Shell:
                 self._patterns(self.blocks[-1], raw.words, raw.line)
             elif word in ("&&", "||"):
                 self.skips = self.status is (word == "||")
+                self.doubts = self.tested and self.status is None and word == "&&"
             else:
                 yield from self._step(raw)
-                self.skips = False
+                self.skips = self.doubts = False
 
     def _runs(self) -> bool:
         return not self.skips and (not self.blocks or self.blocks[-1].runs)
@@ -134,9 +143,15 @@ class _Shell:
                 break
             words = words[1:]
         if words and self._runs():
-            self.status = None
+            self.status, self.tested = None, words[0].plain in _TESTS
             yield from self._command(words, raw.line)
             self.status = self.status if self.status is None else self.status != negated
+            self._doubt(self.doubts)
+
+    def _doubt(self, doubts: bool) -> None:
+        """Forget that a command succeeded which may not have been reached."""
+        if doubts and self.status is not False:
+            self.status, self.tested = None, True
 
     def _command(self, words: list[RawWord], line: int) -> Iterator[Command]:
         """Carry out a command, and set the status if it is known."""
@@ -189,13 +204,13 @@ class _Shell:
             self.blocks.pop()  # a bracket of other text
         block = self.blocks[-1] if self.blocks else None
         if word in ("if", "{", "("):
-            block = _Block(word, self._runs(), self._runs())
+            block = _Block(word, self._runs(), self._runs(), doubts=self.doubts)
             self.blocks.append(block)
-            self.skips = False
+            self.skips = self.doubts = False
         elif block is None or word not in _WORDS_OF[block.kind]:
             return
         elif word in _CLOSED_BY:
-            self.blocks.pop()
+            self._doubt(self.blocks.pop().doubts)
         elif word == "then":
             block.enter(self.status is True)
         elif word == "else":

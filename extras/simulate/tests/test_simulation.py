@@ -290,6 +290,12 @@ def test_an_installed_transformer_engine_needs_its_stand_in(monkeypatch, capsys,
     assert cure in capsys.readouterr().err, "train.py --dry-run --simulate has no such option"
 
 
+def test_patterns_that_freeze_nothing_are_refused(capsys):
+    recipe = str(ROOT / "recipes/qwen2_7b_gsm8k_math.yaml")
+    assert main([recipe, "critic.freeze=[self_atn]"]) == 2
+    assert "did you mean self_attn?" in capsys.readouterr().err
+
+
 def test_another_transformer_engine_than_the_given_one_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("MPPO_DEVICE", raising=False)
     installed, given = tmp_path / "installed", tmp_path / "given"

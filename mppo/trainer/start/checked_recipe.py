@@ -17,7 +17,6 @@ from mppo.parallel.launch import LaunchInfo
 from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.recipe.gpu_types import find_gpu
 from mppo.recipe.load import Given, source_file
-from mppo.recipe.model_shape import model_shape
 from mppo.recipe.rules.rule import has_interleaved_role, world_size_of
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.role_config import RoleConfig
@@ -27,7 +26,6 @@ from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.start.loading import load_checked
 from mppo.trainer.start.user_code import input_issues, odd_values
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
-from mppo.weights.frozen import freeze_issues
 
 if TYPE_CHECKING:
     from mppo.planning.describe import RunPlan
@@ -139,8 +137,6 @@ def check_role(role: RoleConfig, config: Any, planned: bool = False) -> Iterator
     from mppo.models.overrides import override_issues
 
     yield from override_issues(role, config)
-    if role.freeze:
-        yield from freeze_issues(model_shape(config), role.freeze)
     if not planned:
         yield from check_weights(role, config)
 

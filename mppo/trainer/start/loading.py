@@ -12,11 +12,13 @@ from mppo.recipe.checks import check_recipe, model_issue, without_duplicates
 from mppo.recipe.data_set_name import DataSetName, is_data_set, parse_data_set
 from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.recipe.load import Given, read_recipe, source_name
+from mppo.recipe.model_shape import model_shape
 from mppo.recipe.rules.rule import world_size_of
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.model import Hub
 from mppo.recipe.sections.role_config import RoleConfig
 from mppo.trainer.start.file_checks import check_code, check_files, check_run_folder
+from mppo.weights.frozen import freeze_issues
 
 ReadConfig = Callable[[str], Any]
 """From a model's path to its Hugging Face config object; raises ValueError or ConfigError."""
@@ -102,7 +104,7 @@ def load_checked(
     if not issues and read_hf_config is not None:  # takes seconds; all checks above are instant
         configs, issues = _read_configs(recipe, read_hf_config)
         issues += check_recipe(recipe, world_size, configs, _keys(issues), ranks_per_node)
-        for check in role_checks:
+        for check in (_check_freeze, *role_checks):
             issues += _check_roles(recipe, configs, check, _keys(issues))
         actor_is_valid = "actor" in configs and "model.path" not in _keys(issues)
         if engine_check is not None and actor_is_valid:
@@ -207,6 +209,11 @@ def _check_roles(
             except (ValueError, OSError) as error:
                 issues.append(model_issue(role.path_key, role.path, error))
     return without_duplicates(issues)
+
+
+def _check_freeze(role: RoleConfig, config: Any) -> Iterable[ConfigIssue]:
+    """What the patterns of ``critic.freeze`` do not match in the role's model."""
+    return freeze_issues(model_shape(config), role.freeze) if role.freeze else ()
 
 
 def _check_engine(recipe: Recipe, hf_config: Any, check: EngineCheck) -> list[ConfigIssue]:
