@@ -44,6 +44,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
+PR_CAPBSET_DROP = 24
 STANDARD_MODULES = (
     "abc", "array", "bisect", "calendar", "cmath", "collections", "contextlib", "copy",
     "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq",
@@ -96,6 +97,9 @@ def confine(job):
     os.chroot(ROOT)
     os.chdir("/")
     if os.geteuid() == 0:
+        for capability in range(64):
+            if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+                break  # past the last, or not permitted: drop_privileges() drops all
         become_nobody()
     die_with_parent(0)  # after the change of user, which resets the setting
     limit(

@@ -96,8 +96,10 @@ def test_no_privilege_other_process_or_environment_is_left(sandbox, monkeypatch)
 
 AS_ROOT_OF_A_CONTAINER = """
 from mppo.rewards.workers.confinement import call
+from mppo_sandbox.child import PR_CAPBSET_DROP
 from mppo_sandbox.sandbox import Sandbox
-call("prctl", 24, 21, 0, 0, 0)  # the programs that follow lack CAP_SYS_ADMIN
+CAP_SYS_ADMIN = 21
+call("prctl", PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)  # of the programs that follow
 Sandbox().check()
 print(Sandbox().run("import os\\nprint(os.getresuid(), os.getgroups(), os.listdir('/'))").output)
 """
