@@ -6,6 +6,7 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import transformers  # noqa: F401  (its log takes the stderr of its first import, which a test may replace)
 
@@ -14,6 +15,10 @@ from mppo.supervision import phase
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=_SLOW)
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -103,5 +103,5 @@ def attack_server(as_nobody: bool) -> Iterator[AttackServer]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(30)
+        process.wait()
         shutil.rmtree(place)

@@ -116,7 +116,7 @@ class SlurmCluster:
             (self.folder / f"spool-n{i}").mkdir()
             self._run("slurmd", "-f", self.environ["SLURM_CONF"], "-N", f"n{i}")
         self.wait_for(lambda: self._output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
-                   == str(self.count or 8), 30, lambda: "the nodes are not idle")  # fmt: skip
+                   == str(self.count or 8), 300, lambda: "the nodes are not idle")  # fmt: skip
 
     def stop(self) -> None:
         """Cancel every job (steps outlive a node daemon), then end the daemons."""

@@ -24,6 +24,7 @@ from tiny_models import save
 
 from mppo.parallel.addresses import free_port
 from mppo.report.run_record import read_events
+from mppo.supervision import heartbeat
 from mppo.supervision.heartbeat import Heartbeat
 
 PHASES = ("updating actor", "reward", "gen")
@@ -41,9 +42,28 @@ def _fails() -> None:
     raise ValueError("no such answer")
 
 
+def _fails_too(answer: str = "no such") -> None:
+    """Fail as the other rank does, for whose failure each one's heartbeat waits long enough."""
+    heartbeat._SAME_FAILURE_BEATS = PATIENCE_S
+    dist.barrier()
+    raise ValueError(f"{answer} answer")
+
+
 def _fails_later() -> None:
-    time.sleep(1.2)  # the heartbeat has usually seen the other rank's failure by then
-    raise ValueError("no such answer")
+    """Fail after this rank's heartbeat has seen the other one's failure."""
+    seen, watch = threading.Event(), Heartbeat._watch
+
+    def watched(self: Heartbeat) -> str | None:
+        why = watch(self)
+        if why is not None:
+            seen.set()
+        return why
+
+    Heartbeat._watch = watched
+    try:
+        _fails_too()
+    finally:
+        assert seen.wait(PATIENCE_S)
 
 
 def _exchanges(failing: bool = False) -> None:
@@ -111,10 +131,6 @@ def _exchanges_while_the_server_dies(folder: Path, lacking: float) -> None:
         trainer.engine.stop()
 
 
-def _fails_otherwise() -> None:
-    raise ValueError("another answer")
-
-
 def _waits() -> None:
     dist.barrier()
 
@@ -123,8 +139,11 @@ def _exits() -> None:
     pass
 
 
-def _exits_slowly() -> None:
-    time.sleep(2.5)
+def _exits_after_the_watch() -> None:
+    """The watch of a rank that has failed ends, and does not end the rank."""
+    for thread in threading.enumerate():
+        if thread.name == "heartbeat":
+            thread.join()
 
 
 def _mark_begun(heartbeat: Heartbeat, folder: Path, rank: int) -> None:
@@ -332,24 +351,24 @@ def test_a_server_killed_while_responses_are_exchanged(tmp_path, lacking):
     check_nothing_is_left(before)
 
 
-@pytest.mark.parametrize("actions", [(_fails, _fails_later), (_fails_later, _fails)])
+@pytest.mark.parametrize("actions", [(_fails_too, _fails_later), (_fails_later, _fails_too)])
 def test_the_same_failure_on_every_rank_is_printed_once_and_all_exit_cleanly(tmp_path, actions):
     """Also if a rank fails after its heartbeat has seen the other failure, and exits slowly."""
-    assert _codes(tmp_path, *actions, ending=_exits_slowly) == [1, 1]
-    assert _reported(tmp_path) == [f"rank {actions.index(_fails)}: no such answer"]
+    assert _codes(tmp_path, *actions, ending=_exits_after_the_watch) == [1, 1]
+    assert _reported(tmp_path) == [f"rank {actions.index(_fails_too)}: no such answer"]
     assert _exited_cleanly(tmp_path) == [0, 1]
     assert not (tmp_path / "stacks").exists()
 
 
 def test_different_failures_are_all_printed(tmp_path):
-    assert _codes(tmp_path, _fails, _fails_otherwise) == [1, 1]
+    assert _codes(tmp_path, _fails_too, partial(_fails_too, "another")) == [1, 1]
     assert sorted(_reported(tmp_path)) == ["rank 0: no such answer", "rank 1: another answer"]
     assert _exited_cleanly(tmp_path) == [0, 1]
     assert not (tmp_path / "stacks").exists()
 
 
 def test_a_failed_rank_that_cannot_exit_ends_with_its_stacks(tmp_path):
-    codes = _codes(tmp_path, _fails, _fails, ending=_never_comes, cleanup_s=10)
+    codes = _codes(tmp_path, _fails_too, _fails_too, ending=_never_comes, cleanup_s=10)
     assert codes == [1, 1]
     assert len(_reported(tmp_path)) == 1
     assert _exited_cleanly(tmp_path) == [0]

@@ -65,7 +65,7 @@ def test_a_rank_that_dies_ends_the_evaluation(tmp_path):
         "data: {task: reverse, val_size: 4, max_response_length: 4}\n"
         f"reward: {{name: function, function: '{reward_functions.__file__}:stuck', timeout_s: 900, "
         f"kwargs: {{marker: '{marker}'}}}}\n"
-        f"trainer: {{heartbeat_timeout_s: 4, default_local_dir: '{tmp_path}'}}\n"
+        f"trainer: {{heartbeat_timeout_s: 20, default_local_dir: '{tmp_path}'}}\n"
     )
     run = LaunchedRun(tmp_path, program="mppo.evaluate", argv=["--config", str(recipe)])
     run.until(marker.exists)

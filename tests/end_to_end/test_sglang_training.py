@@ -205,7 +205,9 @@ def _check_agents(run_dir: Path, rows: list[dict]) -> None:
     """Episodes that began with earlier weights go on through updates, and each is trained once."""
     from mppo.dumps.step_dump import dumped_steps, read_header_of
 
-    assert [row["training/weight_version_lag_max"] for row in rows] == [0, 1, 2, 2, 2]
+    lags = [row["training/weight_version_lag_max"] for row in rows]
+    assert all(lag <= min(step, 2) for step, lag in enumerate(lags))
+    assert max(lags) == 2
     shares = [[row[f"training/staleness/{age}"] for age in range(3)] for row in rows]
     assert [sum(each) for each in shares] == pytest.approx([1] * 5)
     for each, row in zip(shares, rows, strict=True):

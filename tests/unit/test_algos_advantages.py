@@ -12,7 +12,7 @@ from mppo.algos.advantages import (
     turn_starts,
 )
 
-unhurried = settings(deadline=None, max_examples=40)
+unhurried = settings(max_examples=40)
 
 
 def reference_gae(rewards, values, mask, cu_seqlens, gamma, lam):

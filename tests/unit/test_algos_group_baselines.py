@@ -59,7 +59,7 @@ def test_an_empty_batch_gives_empty_advantages():
         assert len(formula(nothing, group, nothing, groups.OutcomeOptions())) == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.randoms())
 def test_estimators_do_not_depend_on_the_order_of_samples(labels, random):
     order = list(range(len(labels)))
@@ -76,7 +76,7 @@ def test_estimators_do_not_depend_on_the_order_of_samples(labels, random):
         assert torch.isfinite(straight).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9), st.floats(-50, 50))
 def test_a_constant_added_to_a_group_changes_nothing(values, shift):
     scores = torch.tensor(values, dtype=torch.float64)

@@ -88,7 +88,7 @@ def test_whitening_by_group_is_whitening_of_each_group_alone():
     assert not masked_whiten_by_group(x, mask * 0, cu_seqlens, group).any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 300), st.integers(0, 10**6))
 def test_whitened_tokens_have_mean_zero_and_variance_almost_one(n, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -151,7 +151,7 @@ def test_aggregation_of_nothing_is_zero():
         assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.permutations(range(4)), st.sampled_from(MODES))
 def test_aggregation_does_not_depend_on_the_order_of_sequences(order, mode):
     cu_seqlens = torch.tensor([0, 3, 4, 9, 11])

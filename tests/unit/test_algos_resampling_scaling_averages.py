@@ -70,7 +70,7 @@ def test_equal_scores_become_zero_without_a_division():
         torch.testing.assert_close(scale(other)[:1], torch.ones(1))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=6), min_size=1, max_size=6))
 def test_running_moments_equal_those_of_all_scores_together(batches):
     moments = RewardStats()

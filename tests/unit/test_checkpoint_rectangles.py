@@ -1,7 +1,7 @@
 """Flat ranges as rectangles."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mppo.checkpoint.rectangles import Rectangle, rectangles
@@ -20,7 +20,6 @@ def test_a_range_inside_one_row_and_an_empty_one():
     assert rectangles((4, 5), 6, 6) == []
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_they_cover_the_range_exactly_once_and_in_order(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mppo.models.attention.context import ContextPlace, sequence_order, split_context
 
-EXAMPLES = settings(deadline=None, max_examples=50)
+EXAMPLES = settings(max_examples=50)
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
 

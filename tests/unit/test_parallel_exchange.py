@@ -29,7 +29,7 @@ def sequences_of(lengths, home):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 10**6))
 def test_every_sequence_reaches_its_ranks_once_and_its_results_come_home(lengths, seed):
     random = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planned_time import ENDLESS, PEAK, Peak, role_load
 from transformers import AutoConfig
@@ -50,7 +50,6 @@ SEQUENCES = StepSequences(64, 100, 300, 1000, 4)
 # lengths
 
 
-@settings(deadline=None)
 @given(st.integers(2, 5000), st.floats(0.02, 0.98), st.integers(1, 300))
 def test_quantiles_have_the_mean_and_stay_within_the_maximum(longest, share, count):
     lengths = quantiles(share * longest, longest, count)

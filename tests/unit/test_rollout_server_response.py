@@ -45,7 +45,7 @@ def read(answers: Any) -> list[ServerResponse]:
 FLOATS = st.floats(-700.0, 0.0, width=32) | st.floats(-(2.0**-20), 0.0, width=32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.tuples(FLOATS, st.integers(0, (1 << 31) - 1)), max_size=40), max_size=4)
 )

@@ -108,7 +108,7 @@ MESSAGES_CROSS_THE_NORM = (
 """The "norm" of the critic lies between messages of the actor on some stages."""
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(updates())
 @example(REFUSED_WITH_FLOATS)
 @example(MESSAGES_CROSS_THE_NORM)
@@ -150,13 +150,13 @@ def test_the_unit_of_costs_changes_no_list(factor):
     assert lists(factor) == lists(1.0)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(updates(most_chunks=4))
 def test_interleaved_lists_keep_their_rules_and_get_no_slower(update):
     check_kinds(update)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(updates() | updates(most_chunks=3), st.data())
 def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     stages, roles = update
@@ -173,7 +173,6 @@ def test_an_update_left_at_any_step_ends_on_every_stage(update, data):
     assert all(steps_of_stage == steps[: steps.index(left)] for steps_of_stage in taken)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts):
     # the roles have one, two, one, two, ... chunks
@@ -188,7 +187,7 @@ def test_forward_passes_of_several_roles_run_through_one_pipeline(stages, counts
     assert len(set(passes[0])) == sum(r.micro_batches[0] * r.chunks for r in roles)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 16), st.integers(1, 20), st.integers(1, 4))
 def test_sequential_idles_as_the_formula_says(stages, count, mini_batches):
     work = tuple(RoleWork(name, (count,) * mini_batches) for name in ("critic", "actor"))

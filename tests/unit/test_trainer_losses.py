@@ -203,7 +203,7 @@ def test_full_kl_reaches_the_loss():
         policy_objective(*arguments)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.randoms())
 def test_order_of_sequences_changes_nothing(lengths, random):
     experience = experience_of(lengths)

@@ -21,7 +21,7 @@ def assemble(kind, tensors, rank, size, groups=1, padded=0):
     return torch.cat(parts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=st.integers(1, 8), queries=st.integers(1, 6), width=st.integers(1, 5), data=st.data())
 def test_qkv_shards_are_chunks_of_the_interleaved_tensor(groups, queries, width, data):
     rows = groups * (queries + 2) * width
@@ -35,7 +35,7 @@ def test_qkv_shards_are_chunks_of_the_interleaved_tensor(groups, queries, width,
     assert torch.equal(torch.cat(shards), complete)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(part=st.integers(1, 9), size=SIZES)
 def test_gated_shards_stack_a_slice_of_each_source(part, size):
     gate, up = torch.arange(part * size).float(), 1e3 + torch.arange(part * size).float()
@@ -44,7 +44,7 @@ def test_gated_shards_stack_a_slice_of_each_source(part, size):
         assert torch.equal(assemble("gated", (gate, up), rank, size), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(vocab=st.integers(1, 200), size=SIZES)
 def test_vocab_shards_make_up_the_padded_vocabulary(vocab, size):
     rows, padded = torch.arange(1, vocab + 1).float(), padded_vocab_size(vocab, size)

@@ -130,7 +130,7 @@ def test_eight_bit_floats_without_scales_are_refused(tmp_path):
         HFFolder(tmp_path).read("w")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(1, 40), columns=st.integers(1, 12), cuts=st.lists(st.integers(0, 40)),
     buffer=st.integers(1, 300), column_cut=st.integers(1, 12),

@@ -95,7 +95,7 @@ def run_shares(plans) -> None:
     copier.close()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     config=configs(), world=st.integers(1, 3), files=st.integers(1, 3),
     most=st.sampled_from([600, 5000, 10**9]), dtype=st.sampled_from([torch.float, torch.bfloat16]),
@@ -181,7 +181,7 @@ def without_padding(entry: Entry, tensor: torch.Tensor, rank: int) -> torch.Tens
     return tensor[: max(0, entry.row.shapes[0][0] - rank * len(tensor))]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     config=configs(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 4]), data=st.data()
 )  # fmt: skip

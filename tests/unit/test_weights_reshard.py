@@ -111,7 +111,7 @@ def check(
     return crossing, total
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     train=st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]),
     rollout=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
