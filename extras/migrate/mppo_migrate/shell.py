@@ -3,8 +3,8 @@
 Understood are quotes, comments, continued lines, assignments, arrays, ``export``, ``shift``,
 ``${NAME:-default}``, ``$1`` and ``$@``, integer arithmetic, redirections, ``case``, and ``if``,
 ``&&`` and ``||`` with tests of text and numbers. Any other condition is not known: it counts as
-false in an ``if``, and a command behind ``&&`` or ``||`` is read. The body of a loop or function is
-read once. Anything else stays as it is written.
+false in an ``if``, and what stands behind its ``&&`` and ``||`` is read. The body of a loop or
+function is read once. Anything else stays as it is written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mppo_migrate.words import RawCommand, RawWord, read_raw_commands
 _SETTING = re.compile(r"[+~]{0,2}\w+(\.\w+)+=|--\w")
 """The start of a word that no command begins with: a setting or a flag."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_STARTS = re.compile(r"\$\((?!\()|`")
 _DECLARE = {"export", "local", "declare", "readonly", "typeset"}
 _BEFORE_A_COMMAND = {"do", "time", "exec", "nohup", "sudo", "eval"}
 _CLOSED_BY = {"fi": "if", "esac": "case", "}": "{", ")": "("}
@@ -30,7 +31,6 @@ _WORDS_OF = {
     "{": {"}"},
     "(": {")"},
 }
-_TESTS = {"[", "[[", "test", "command"}
 _STATUS = {"true": True, ":": True, "shift": True, "false": False}
 _SAME_SHELL = {"source", "."}
 _SHELLS = {"bash", "sh", *_SAME_SHELL}
@@ -66,7 +66,7 @@ class _Block:
         had_one: whether one of its branches has run.
         subject: what a ``case`` compares.
         in_patterns: whether the next words are patterns of a ``case``.
-        doubts: whether it stands behind a test that is not known and ``&&``.
+        doubts: ``_Shell.doubts`` where it stands.
     """
 
     kind: str
@@ -94,10 +94,10 @@ class _Shell:
         depth: scripts that started this one.
         blocks: those that are open.
         status: whether the last command succeeded; None: not known.
-        tested: whether a status that is not known is a test's.
+        fails: whether a status that is not known can be false: not that of an assignment.
         skips: whether ``&&`` or ``||`` leaves out the next command.
-        doubts: whether the next command stands behind a test that is not known and ``&&``: it is
-            read, and so is what stands behind its ``||``.
+        doubts: whether the next command stands behind ``&&`` and what can be false: it is read, and
+            so is what stands behind its ``||``.
     """
 
     variables: Variables
@@ -106,7 +106,7 @@ class _Shell:
     depth: int = 0
     blocks: list[_Block] = field(default_factory=list)
     status: bool | None = None
-    tested: bool = False
+    fails: bool = False
     skips: bool = False
     doubts: bool = False
 
@@ -118,7 +118,7 @@ class _Shell:
                 self._patterns(self.blocks[-1], raw.words, raw.line)
             elif word in ("&&", "||"):
                 self.skips = self.status is (word == "||")
-                self.doubts = self.tested and self.status is None and word == "&&"
+                self.doubts = self.fails and self.status is None and word == "&&"
             else:
                 yield from self._step(raw)
                 self.skips = self.doubts = False
@@ -143,7 +143,7 @@ class _Shell:
                 break
             words = words[1:]
         if words and self._runs():
-            self.status, self.tested = None, words[0].plain in _TESTS
+            self.status, self.fails = None, True
             yield from self._command(words, raw.line)
             self.status = self.status if self.status is None else self.status != negated
             self._doubt(self.doubts)
@@ -151,28 +151,30 @@ class _Shell:
     def _doubt(self, doubts: bool) -> None:
         """Forget that a command succeeded which may not have been reached."""
         if doubts and self.status is not False:
-            self.status, self.tested = None, True
+            self.status, self.fails = None, True
 
     def _command(self, words: list[RawWord], line: int) -> Iterator[Command]:
         """Carry out a command, and set the status if it is known."""
         exports = words[0].plain == "export"
         if words[0].plain in _DECLARE:
             words = [w for w in words[1:] if not w.text.startswith("-")]
-        starts_others = any("$(" in word.text or "`" in word.text for word in words)
+        starts_others = any(_STARTS.search(word.text) for word in words)
         named, words = words, self._assign(words)
         if words or exports:
             named = named if exports else named[: len(named) - len(words)]
             self.variables.exported |= {word.text.partition("=")[0] for word in named}
         found = [text for word in words for text in self.variables.expand(word)]
         if not found or found[0] in _STATUS:
+            self.fails = bool(found)
             self.status = _STATUS[found[0]] if found else None if starts_others else True
             if found[:1] == ["shift"]:
                 count = int(found[1]) if len(found) > 1 and found[1].isdecimal() else 1
                 self.variables.arguments = self.variables.arguments[count:]
             return
-        if found[0] in ("[", "[["):
+        if found[0] in ("[", "[[", "test"):
             tested = [text for word in words for text in self.variables.expand_for_test(word)]
-            self.status = outcome(tested)
+            tested = ["[", *tested[1:], "]"] if tested[0] == "test" else tested
+            self.status = None if starts_others else outcome(tested)
             return
         started = _started_shell(found)
         if started[1:2] == ["-c"] and len(started) > 2:
@@ -220,7 +222,7 @@ class _Shell:
         else:
             block.runs, block.in_patterns = False, True
         if block.outside and block.kind in ("if", "case"):
-            self.status = None
+            self.status, self.fails = None, True
 
     def _patterns(self, block: _Block, words: Sequence[RawWord], line: int) -> None:
         """Compare the patterns of a case; its commands follow behind a bracket."""
