@@ -68,9 +68,10 @@ def test_killed_agents_and_ranks_leave_nothing_and_double_nothing(tmp_path, sett
     killed = next(filter(is_agent, processes_of(run)))
     killed.kill()
     run.until_saved(3)
+    # another one takes the place of the killed one
+    run.until(lambda: any(is_agent(each) and each != killed for each in processes_of(run)))
     time.sleep(RANDOM.random() / 4)
     left = processes_of(run)
-    assert any(map(is_agent, left)), "another one has taken the place of the killed one"
     run.send(1, signal.SIGKILL)
     assert run.codes() == [1, -signal.SIGKILL], run.texts()
     _, alive = psutil.wait_procs(left, timeout=60)

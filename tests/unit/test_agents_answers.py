@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -141,11 +142,13 @@ def test_a_call_that_is_no_longer_wanted_holds_up_no_other(hosted):
 
 def test_calls_behind_one_that_takes_too_long_are_answered(hosted):
     async def use(answers):
-        late, reply = await asyncio.gather(*map(answers.answer, map(said, ("hangs", "a"))))
-        assert "longer than rollout.agent.timeout_s" in late
-        assert reply == Reply("a")
+        late, behind = [asyncio.create_task(answers.answer(said(text))) for text in ("hangs", "a")]
+        assert "longer than rollout.agent.timeout_s" in await late
+        # before the other call has a process: it may take as long as the machine needs
+        answers._config = answers._config.model_copy(update={"timeout_s": 600.0})
+        assert await behind == Reply("a")
 
-    hosted("agent", use, timeout_s=8)
+    hosted("agent", use, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("name", ["agent", "waiting"])
@@ -164,11 +167,14 @@ def test_a_process_that_is_killed_from_outside_costs_no_answer(hosted, name, whi
 
 def test_a_process_that_is_killed_while_it_starts_is_started_again(hosted):
     async def use(answers):
-        os.kill(running("function_host")[-1].pid, 9)
+        old = running("function_host")
+        os.kill(old[-1].pid, 9)
         call = asyncio.create_task(answers.answer(said("a")))
-        await asyncio.sleep(0.3)
-        for each in running("function_host"):
-            os.kill(each.pid, 9)
+        while len(new := [each for each in running("function_host") if each not in old]) < 2:
+            await asyncio.sleep(0.01)
+        for each in new:
+            with suppress(ProcessLookupError):  # the second may have ended with the first
+                os.kill(each.pid, 9)
         assert await call == Reply("a")
 
     hosted("agent", use)
@@ -180,7 +186,7 @@ def test_a_command_ends_with_its_killed_parent(hosted):
         await asyncio.sleep(0.5)
         parent, host = running("function_host")
         os.kill(parent.pid, 9)
-        host.wait(20)
+        host.wait(300)
         call.cancel()
 
     hosted("agent", use)

@@ -231,9 +231,18 @@ def conversation(text: str, turn: int = 1, is_last: bool = False, truth: str = "
     return Conversation(text, messages, turn, is_last, False, "t", truth)
 
 
+class PatientAnswers(HostedAnswers):
+    """Calls that hang have half a second, and all others as long as a machine needs."""
+
+    async def _answer(self, conversation: Conversation) -> Reply | str:
+        limit_s = 0.5 if conversation.text == "hangs" else 600.0
+        self._config = self._config.model_copy(update={"timeout_s": limit_s})
+        return await super()._answer(conversation)
+
+
 async def replies(config: AgentConfig, texts: list[str]) -> list[Reply | str]:
     """What an agent in processes of its own answers to some turns at the same time."""
-    answers = HostedAnswers(config, waits=imported_waits(config))
+    answers = PatientAnswers(config, waits=imported_waits(config))
     try:
         return await asyncio.gather(*[answers.answer(conversation(text)) for text in texts])
     finally:
@@ -243,7 +252,7 @@ async def replies(config: AgentConfig, texts: list[str]) -> list[Reply | str]:
 def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
     (tmp_path / "own.py").write_text(AGENTS)
     path = f"{tmp_path}/own.py:agent"
-    config = AgentConfig(path=path, arguments={"word": "hm "}, timeout_s=6)
+    config = AgentConfig(path=path, arguments={"word": "hm "})
     expected = {
         "none": Reply(),
         "text": Reply("hm text"),
@@ -258,7 +267,7 @@ def test_an_agent_runs_in_a_process_and_its_faults_are_words(tmp_path):
         "long": "its reply has more than 1048576 characters",
         "state": "its reply holds a state or a message that is not JSON",
         "exits": "its process ended with exit code 3",
-        "hangs": "it took longer than rollout.agent.timeout_s, 6 s",
+        "hangs": "it took longer than rollout.agent.timeout_s, 0.5 s",
     }
     found = asyncio.run(replies(config, [*expected, "none"]))
     assert found.pop() == Reply(), "after a process that was ended comes another"
@@ -287,10 +296,10 @@ def test_an_agent_gets_values_of_a_row_that_json_does_not_have_as_text(tmp_path)
 def test_calls_of_a_coroutine_function_share_a_process_and_only_one_is_at_fault(tmp_path):
     (tmp_path / "own.py").write_text(AGENTS)
     path = f"{tmp_path}/own.py:Counter"
-    config = AgentConfig(path=path, arguments={"word": "w"}, timeout_s=5)
+    config = AgentConfig(path=path, arguments={"word": "w"})
     texts = ["hangs", "exits", "waits", "a"]
     late, ended, *fine = asyncio.run(replies(config, texts))
-    assert late.startswith("it took longer than rollout.agent.timeout_s, 5 s")
+    assert late.startswith("it took longer than rollout.agent.timeout_s, 0.5 s")
     assert ended == "its process ended with exit code 4"
     assert fine == [Reply("w")] * 2
 

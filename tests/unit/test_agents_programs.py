@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ def run(tmp_path):
     """Runs episodes of a function or a command, written into a file."""
     engines = []
 
-    def episodes(source: str, tokens: int = 64, **config):
+    def episodes(source: str, tokens: int = 64, prompts=PROMPTS, **config):
         path = tmp_path / "agent.py"
         path.write_text(textwrap.dedent(OPENING) + textwrap.dedent(source))
         if "command" in config:
@@ -47,12 +48,27 @@ def run(tmp_path):
             local_engine(), build_agent(recipe), byte_tokenizer(), recipe.rollout.agent, tokens
         )
         engines.append(engine)
-        return engine, engine.generate(GenerationRequest(PROMPTS, SAMPLING, 24, 11))
+        return engine, engine.generate(GenerationRequest(prompts, SAMPLING, 24, 11))
 
     yield episodes
     for engine in engines:
         engine.stop()
     assert not [each for each in psutil.Process().children(True) if "-m mppo.agents" in _line(each)]
+
+
+@pytest.fixture
+def run_late(run, tmp_path, monkeypatch):
+    """Runs the two episodes of the third prompt, whose agents hang once they have left a mark in
+    ``agent.py.marks``: only then ``max_seconds`` pass."""
+
+    def episodes(source: str, **config):
+        marks = tmp_path / "agent.py.marks"
+        marks.touch()
+        clock = SimpleNamespace(monotonic=lambda: 1000.0 * (marks.read_text() == "xx"))
+        monkeypatch.setattr("mppo.agents.turn_queue.time", clock)
+        return run(source, prompts=PROMPTS[2:3], max_seconds=0.5, **config)[1]
+
+    return episodes
 
 
 def _line(process: psutil.Process) -> str:
@@ -143,9 +159,11 @@ def test_waiting_for_an_agent_is_progress(run):
     assert phase.progress() - before > turns_and_episodes + 1
 
 
-def test_faults_of_an_agent_end_its_own_episode(run):
-    _, episodes = run(
-        """
+OTHERS = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+
+
+def test_faults_of_an_agent_end_its_own_episode(run, run_late):
+    source = """
         async def run(client, task):
             which = task["ground_truth"]
             if which == "0":
@@ -154,14 +172,15 @@ def test_faults_of_an_agent_end_its_own_episode(run):
             if which == "1":
                 raise KeyError("no such tool")
             if which == "2":
+                open(__file__ + ".marks", "a").write("x")
                 await asyncio.sleep(1000)
             return "much"
-        """,
-        max_seconds=10,
-    )
+    """
+    _, episodes = run(source, prompts=OTHERS)
+    episodes[4:4] = run_late(source)
     errors = [each.result.error for each in episodes]
     assert [each.result.reward for each in episodes] == [1.0, 1.0] + [None] * 6
-    said = ("asked the policy nothing", "KeyError: 'no such tool'", "max_seconds, 10 s", "'much'")
+    said = ("asked the policy nothing", "KeyError: 'no such tool'", "max_seconds, 0.5 s", "'much'")
     for number, error in enumerate(errors):
         assert said[number // 2] in error
         assert f"prompt {7 * (number // 2)}" in error
@@ -213,13 +232,15 @@ COMMAND = """
     print("the result is")
     print(json.dumps({"reward": 0.5, "numbers": {"pid": os.getpid()}}))
     if task["ground_truth"] == "2":
+        open(__file__ + ".marks", "a").write("x")
         time.sleep(1000)
 """
 
 
-def test_a_command_runs_one_episode(run, monkeypatch):
+def test_a_command_runs_one_episode(run, run_late, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    _, episodes = run(COMMAND, command="{python} {path}", max_seconds=20)
+    _, episodes = run(COMMAND, prompts=OTHERS, command="{python} {path}")
+    episodes[4:4] = run_late(COMMAND, command="{python} {path}")
     results = [each.result for each in episodes]
     assert [each.reward for each in results] == [0.5, 0.5] + [None] * 4 + [0.5, 0.5]
     assert len({each.numbers["pid"] for each in (*results[:2], *results[6:])}) == 4

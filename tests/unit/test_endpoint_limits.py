@@ -7,14 +7,13 @@ import functools
 import json
 import socket
 
-import httpx
 import openai
 import pytest
 from open_endpoint import assert_exact, open_endpoint
 from policy_generator import PolicyGenerator
 
 from mppo.agents.endpoint.server import Endpoint
-from mppo.agents.endpoint.session import Limits
+from mppo.agents.endpoint.session import Limits, Session
 from mppo.agents.endpoint.sessions import Sessions
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.safety.input_error import InputError
@@ -22,6 +21,24 @@ from mppo.safety.input_error import InputError
 USER = {"role": "user", "content": "2+3="}
 BODY = {"model": "m", "messages": [USER]}
 CHAT = "/v1/chat/completions"
+RETRY_S = 1000.0
+
+
+class Gated(PolicyGenerator):
+    """Samples once ``gate`` is set; ``asked`` counts the calls."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.gate, self.asked = asyncio.Event(), 0
+
+    async def generate(self, token_ids, max_tokens, session):
+        self.asked += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return await super().generate(token_ids, max_tokens, session)
 
 
 def in_a_loop(function):
@@ -36,11 +53,30 @@ def in_a_loop(function):
 
 async def until(condition):
     """Wait for it."""
-    for _ in range(2000):
+    for _ in range(60_000):
         if condition():
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it did not happen")
+
+
+def retry_timers():
+    """The timers that run out ``RETRY_S`` after a client has left, which only the test calls."""
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def held(delay_s, function, *arguments):
+        if delay_s != RETRY_S:
+            return call_later(delay_s, function, *arguments)
+        timers.append(functools.partial(function, *arguments))
+
+    loop.call_later = held
+    return timers
+
+
+def readers(session: Session) -> list[int]:
+    """The number of clients that wait for each of the session's answers."""
+    return [call.readers for call in session.calls._calls]
 
 
 # ---- retries
@@ -63,45 +99,66 @@ async def test_a_marked_retry_gets_the_same_answer_and_others_get_their_own():
 
 @in_a_loop
 async def test_the_clients_own_retry_after_its_timeout_gets_the_running_answer():
-    async with open_endpoint(PolicyGenerator(delay_s=0.6)) as running:
-        session = running.sessions.open()
-        client = running.client(session, timeout=0.4, max_retries=5)
-        await client.chat.completions.create(model="m", messages=[USER])
+    generator = Gated()
+    async with open_endpoint(generator, Limits(retry_s=RETRY_S)) as running:
+        timers, session = retry_timers(), running.sessions.open()
+        client = running.client(session, timeout=0.4, max_retries=50)
+        asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[USER]))
+        await until(lambda: generator.asked)
+        client.timeout = 600  # of the next attempt
+        await until(lambda: timers and 1 in readers(session))
+        generator.gate.set()
+        await asked
         (leaf,) = (await running.sessions.close(session.id)).leaves
-        assert_exact([leaf], running.generator.sampled)
-        assert len(running.generator.sampled) == 1
+        assert_exact([leaf], generator.sampled)
+        assert generator.asked == len(generator.sampled) == 1
 
 
 @in_a_loop
 async def test_a_request_whose_client_left_is_aborted_unless_it_is_asked_again():
-    limits = Limits(retry_s=0.3)
-    async with open_endpoint(PolicyGenerator(delay_s=1.0), limits) as running:
-        session = running.sessions.open()
+    generator = Gated()
+    async with open_endpoint(generator, Limits(retry_s=RETRY_S)) as running:
+        timers, session = retry_timers(), running.sessions.open()
         async with running.http(session.key) as http:
-            for asked_again in (False, True):
+            for number, asked_again in enumerate((False, True), 1):
                 asked = asyncio.ensure_future(http.post(CHAT, json=BODY))
-                await until(lambda: running.generator.waiting)
+                await until(lambda number=number: generator.asked == number)
                 asked.cancel()
+                await until(lambda: timers)
                 if asked_again:  # not marked as a retry, but nobody has read the first answer
-                    assert (await http.post(CHAT, json=BODY)).status_code == 200
+                    again = asyncio.ensure_future(http.post(CHAT, json=BODY))
+                    await until(lambda: 1 in readers(session))
+                    timers.pop()()
+                    generator.gate.set()
+                    assert (await again).status_code == 200
                 else:
-                    await until(lambda: running.generator.aborted == 1)
-        assert running.generator.aborted == len(running.generator.sampled) == 1
+                    assert generator.aborted == 0
+                    timers.pop()()
+                    await until(lambda: generator.aborted == 1)
+        assert generator.asked == 2
+        assert generator.aborted == len(generator.sampled) == 1
         record = await running.sessions.close(session.id)
-        assert_exact(record.leaves, running.generator.sampled)
+        assert_exact(record.leaves, generator.sampled)
 
 
 @in_a_loop
 async def test_an_answer_that_nobody_reads_is_in_no_leaf():
-    async with open_endpoint(PolicyGenerator(delay_s=0.2)) as running:
-        session = running.sessions.open()
+    generator = Gated()
+    async with open_endpoint(generator, Limits(retry_s=RETRY_S)) as running:
+        timers, session = retry_timers(), running.sessions.open()
         async with running.http(session.key) as http:
+            generator.gate.set()
             await http.post(CHAT, json=BODY)
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post(CHAT, json=BODY, timeout=0.1)
-        await until(lambda: len(running.generator.sampled) == 2)
+            generator.gate.clear()
+            asked = asyncio.ensure_future(http.post(CHAT, json=BODY))
+            await until(lambda: generator.asked == 2)
+            asked.cancel()
+            await until(lambda: timers)
+            generator.gate.set()
+        await until(lambda: all(call.task.done() for call in session.calls._calls))
+        assert len(generator.sampled) == 2
         record = await running.sessions.close(session.id)
-        assert_exact(record.leaves, running.generator.sampled[:1])
+        assert_exact(record.leaves, generator.sampled[:1])
 
 
 @in_a_loop
@@ -163,15 +220,16 @@ async def test_a_session_over_http_from_its_opening_to_its_record():
 
 @in_a_loop
 async def test_requests_to_an_ended_session_get_409_also_those_that_run():
-    async with open_endpoint(PolicyGenerator(delay_s=5.0)) as running:
+    generator = Gated()
+    async with open_endpoint(generator) as running:
         session = running.sessions.open()
         client = running.client(session, max_retries=3)
         asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[USER]))
-        await until(lambda: running.generator.waiting)
+        await until(lambda: generator.asked)
         await running.sessions.close(session.id)
         with pytest.raises(openai.ConflictError):
             await asked
-        assert running.generator.aborted == 1
+        assert generator.aborted == 1
         for base in (session.base_url, f"{running.endpoint.url}/v1"):
             late = running.client(session, base_url=base)
             with pytest.raises(openai.ConflictError):
@@ -196,8 +254,8 @@ async def test_unknown_sessions_keys_and_routes():
 
 @in_a_loop
 async def test_turns_calls_and_sessions_are_limited():
-    limits = Limits(turns=3, concurrent_calls=2, sessions=2)
-    async with open_endpoint(PolicyGenerator(delay_s=1.0), limits) as running:
+    limits, generator = Limits(turns=3, concurrent_calls=2, sessions=2), Gated()
+    async with open_endpoint(generator, limits) as running:
         session = running.sessions.open()
         client = running.client(session)
 
@@ -209,7 +267,10 @@ async def test_turns_calls_and_sessions_are_limited():
             return 200, None
 
         assert await status(n=4) == (429, "false")
-        found = await asyncio.gather(status(), status(), status())
+        asked = [asyncio.ensure_future(status()) for _ in range(3)]
+        await until(lambda: generator.asked == 3 or any(each.done() for each in asked))
+        generator.gate.set()
+        found = await asyncio.gather(*asked)
         assert sorted(found) == [(200, None), (200, None), (429, None)]
         assert await status() == (200, None)
         assert await status() == (429, "false")
