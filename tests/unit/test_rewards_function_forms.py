@@ -1,6 +1,7 @@
 """Forms of reward functions: of one response or several, plain or async, with token rewards."""
 
 import pytest
+from hanging_clock import hanging_clock
 
 from mppo.batch.prompt import Prompt
 from mppo.recipe.errors import ConfigError
@@ -12,7 +13,7 @@ from mppo.rewards.scorer import build_scorer
 from mppo.rewards.scores import read_scores
 
 FORMS = """
-import asyncio, os, time
+import asyncio, os
 
 calls, met, all_met = [], [], asyncio.Event()
 
@@ -28,7 +29,7 @@ def many(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
         if text == "raise":
             raise KeyError(text)
         if text == "hang":
-            time.sleep(3600)
+            hang()
         if text == "exit":
             os._exit(3)
         if text == "memory":
@@ -41,6 +42,14 @@ def many(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
         return [{"score": len(solution_strs), "pid": os.getpid()} for _ in solution_strs]
     return [len(text) + bonus for text in solution_strs]
 
+async def never():
+    for _ in range(100):  # the other calls end
+        await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + 1e6  # and every time limit
+    await asyncio.Event().wait()
+
 async def concurrent(data_source, solution_str, ground_truth, extra_info):
     calls.append(solution_str)
     if solution_str == "meet":
@@ -49,16 +58,17 @@ async def concurrent(data_source, solution_str, ground_truth, extra_info):
             all_met.set()
         await all_met.wait()
     if solution_str == "sleep":
-        await asyncio.sleep(3600)
+        await never()
     if solution_str == "block":
-        time.sleep(3600)
+        hang()
     if solution_str == "raise":
         raise KeyError(solution_str)
     return {"score": len(calls), "pid": os.getpid()}
 
 class Remote:
     async def __call__(self, data_sources, solution_strs, ground_truths, extra_infos):
-        await asyncio.sleep(3600 if "sleep" in solution_strs else 0)
+        if "sleep" in solution_strs:
+            await never()
         return [2.0] * len(solution_strs)
 
 several = Remote()
@@ -67,9 +77,9 @@ PROMPT = Prompt(5, (1,), "poems", "", "p")
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
     path = tmp_path / "forms.py"
-    path.write_text(FORMS)
+    path.write_text(FORMS + hanging_clock(tmp_path / "hanging", monkeypatch))
     return lambda name, kwargs=None, **settings: load_function(
         f"{path}:{name}", kwargs or {}, **settings
     )
@@ -84,7 +94,7 @@ def scored(function, *texts):
 
 
 def test_only_the_response_that_makes_a_batched_function_fail_has_no_score(load):
-    function = load("many", {"bonus": 0.5}, timeout_s=6.0, memory_mb=8192)
+    function = load("many", {"bonus": 0.5}, memory_mb=8192)
     found = scored(function, "a", "raise", "bb", "hang", "exit", "memory", "ccc")
     assert [each.score for each in found] == [1.5, -1, 2.5, -1, -1, -1, 3.5]
     reasons = ["KeyError: 'raise'", "longer than reward.timeout_s", "exit code 3", "memory_mb"]
@@ -120,7 +130,7 @@ def test_processes_share_the_responses_and_stay(load):
 
 
 def test_calls_of_an_async_function_run_concurrently_and_end_by_themselves(load):
-    function = load("concurrent", timeout_s=6.0)
+    function = load("concurrent")
     found = scored(function, "meet", "sleep", "meet", "raise", "meet", "meet")
     assert [each.error is None for each in found] == [True, False, True, False, True, True]
     assert "longer than reward.timeout_s" in found[1].error
@@ -130,12 +140,12 @@ def test_calls_of_an_async_function_run_concurrently_and_end_by_themselves(load)
 
 
 def test_a_coroutine_that_blocks_costs_no_other_response_its_score(load):
-    found = scored(load("concurrent", timeout_s=4.0), "a", "block", "b")
+    found = scored(load("concurrent"), "a", "block", "b")
     assert [each.error is None for each in found] == [True, False, True]
 
 
 def test_a_batched_async_object_is_a_function_too(load):
-    found = scored(load("several", timeout_s=5.0), "a", "sleep", "b")
+    found = scored(load("several"), "a", "sleep", "b")
     assert [each.score for each in found] == [2, -1, 2]
 
 

@@ -14,6 +14,8 @@ from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import Unscored
 
 SIZE = 200_000
+ATTEMPTS = 5
+"""What delays a process from outside only adds to its time: the least of several is its own."""
 REPEATED = [
     "1", "1,", "1.", "-", "-$", "$", ".", " ", "\n", "#", "####", "#### ", "#### 1", "\u0663",
     "(", "(A", "A ", "{", "}", "\\boxed{", "\\boxed{1}", "\\boxed{1} }", "<answer>",
@@ -47,9 +49,15 @@ def test_ten_times_the_answer_takes_about_ten_times_the_time(name):
     for unit in REPEATED:
         long = unit * (SIZE // len(unit))
         for text in (long, "#### " + long + "x"):
-            tenth = cpu_seconds(verify, text[: len(text) // 10], truth)
-            # a quadratic time would be a hundred times as long; small times are noise
-            assert cpu_seconds(verify, text, truth) < 40 * max(tenth, 0.002), (unit, text[-9:])
+            tenths, wholes = [], []
+            for _ in range(ATTEMPTS):
+                tenths.append(cpu_seconds(verify, text[: len(text) // 10], truth))
+                wholes.append(cpu_seconds(verify, text, truth))
+                # a quadratic time would be a hundred times as long; small times are noise
+                if min(wholes) < 40 * max(min(tenths), 0.002):
+                    break
+            else:
+                pytest.fail(f"{unit!r} ... {text[-9:]!r}: {min(wholes)} s, a tenth {min(tenths)} s")
 
 
 BOXED = "\\boxed{"

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from hanging_clock import hanging_clock
 
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.prompt import Prompt
@@ -171,15 +172,13 @@ def test_a_row_that_its_verifier_cannot_read_gets_the_score_of_on_error(tokenize
     assert scores_of(build_scorer(RewardConfig(on_error=-1), tokenizer), [good, bad]) == [1, -1]
 
 
-def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path):
+def test_a_response_without_a_score_of_its_own_is_a_metric(tokenizer, tmp_path, monkeypatch):
     body = (
-        "import time\n"
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    time.sleep(3600 if solution_str == 'slow' else 0)\n"
-        "    return 1.0\n"
-    )
+        "    return hang() if solution_str == 'slow' else 1.0\n"
+    ) + hanging_clock(tmp_path / "hanging", monkeypatch)
     name = write_module(tmp_path / "slow.py", body) + ":score"
-    reward = RewardConfig(name="function", function=name, timeout_s=8.0, on_error=-1)
+    reward = RewardConfig(name="function", function=name, on_error=-1)
     scorer = build_scorer(reward, tokenizer)
     answers = [episode(tokenizer, "slow"), episode(tokenizer, "quick")]
     scored = with_scores(answers, scorer.score(answers))

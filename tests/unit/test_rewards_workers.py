@@ -1,16 +1,22 @@
 """Scoring in separate processes: limits, failures, and shutdown."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import deque
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from hanging_clock import hanging_clock
 from patient_judge import without_hurry
 
 from mppo.batch.prompt import Prompt
@@ -18,12 +24,14 @@ from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, Unscored, read_scores
+from mppo.rewards.workers import server
 from mppo.rewards.workers.pool import WorkerPool
+from mppo.rewards.workers.server import Worker, WorkerServer
 from mppo.rewards.workers.worker import ScoringTask
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = """
-import os, pickle, struct, sys, time
+import os, pickle, struct, subprocess, sys
 calls = []
 
 class Bomb:
@@ -41,11 +49,10 @@ def send_to_all(content):
 def score(data_source, solution_str, ground_truth, extra_info):
     calls.append(solution_str)
     if solution_str == "sleep":
-        time.sleep(3600)
-    if solution_str == "nap":
-        time.sleep(3)
+        hang()
     if solution_str == "spawn":
-        os.system("sleep 3600")
+        subprocess.Popen(["sleep", "3600"])
+        hang()
     if solution_str == "memory":
         return len(bytearray(1 << 33)) * 0.0
     if solution_str == "exit":
@@ -67,10 +74,15 @@ PROMPT = Prompt(5, (1,), "poems", "", "p")
 
 
 @pytest.fixture
-def scored(tmp_path):
+def path(tmp_path, monkeypatch):
+    """A file with ``FUNCTION``, for which time passes only while it hangs."""
     path = tmp_path / "mine.py"
-    path.write_text(FUNCTION)
+    path.write_text(FUNCTION + hanging_clock(tmp_path / "hanging", monkeypatch))
+    return path
 
+
+@pytest.fixture
+def scored(path):
     def judge(*texts, on_error="stop", **limits):
         subject = FunctionReward(f"{path}:score", {}, **limits)
         responses = [Response(PROMPT, text) for text in texts]
@@ -88,13 +100,13 @@ def test_a_function_runs_in_another_process_and_keeps_its_state(scored):
 
 
 def test_a_timeout_gets_the_score_of_on_error_and_the_others_are_scored(scored):
-    scores, unscored = scored("a", "sleep", "b", timeout_s=8.0, on_error=-2.0)  # "b" has half of it
+    scores, unscored = scored("a", "sleep", "b", on_error=-2.0)
     assert scores == [1, -2, 1]
     assert unscored == [None, "timeouts", None]
 
 
 def test_processes_started_by_a_function_end_with_it(scored):
-    scores, _ = scored("pid", "spawn", timeout_s=5.0, on_error=0.0)
+    scores, _ = scored("pid", "spawn", on_error=0.0)
     gone = (psutil.NoSuchProcess, psutil.ZombieProcess)
     group = int(scores[0])
     members = []
@@ -154,11 +166,33 @@ def test_the_worker_server_is_restarted_for_the_next_batch():
     assert [result.score for result in pool.run(["ab"])] == [2]
 
 
-def test_after_a_timeout_the_next_response_gets_half_the_time(scored):
-    assert scored("nap", timeout_s=60.0)[0] == [1]
-    scores, unscored = scored("sleep", "nap", timeout_s=5.0, on_error=0.0)
-    assert scores == [0, 0]
-    assert unscored == ["timeouts", "timeouts"]
+def test_after_a_timeout_the_next_response_gets_half_the_time(monkeypatch):
+    """No worker answers, and the clock shows the sum of the waits."""
+    clock, ended = [0.0], [0.0]
+
+    def wait(_readable, _writable, _exceptional, seconds):
+        clock[0] += max(seconds, 0.01)
+        return [], [], []
+
+    def fork():
+        subject._workers.append(Worker(pid=0, requests=-1, records=-1, ready=True))
+        return subject._workers[-1]
+
+    def end(one):
+        subject._workers.remove(one)
+        ended.append(clock[0])
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(server, "select", SimpleNamespace(select=wait))
+    with tempfile.TemporaryFile() as replies:
+        subject = WorkerServer(ScoringTask("builtins:len"), 1, replies.fileno())
+        monkeypatch.setattr(subject, "_fork", fork)
+        monkeypatch.setattr(subject, "_end", end)
+        subject._waiting = deque([[(0, b"")], [(1, b"")]])
+        assert subject._score(5.0)
+        replies.seek(0)
+        assert [json.loads(line)[1] for line in replies] == ["timeout", "timeout"]
+    assert [after - before for before, after in pairwise(ended)] == pytest.approx([5, 2.5], abs=0.1)
 
 
 SLEEPER = """
@@ -173,9 +207,7 @@ judge([Response(prompt, "sleep")])
 """
 
 
-def test_workers_end_when_the_trainer_is_killed(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(FUNCTION)
+def test_workers_end_when_the_trainer_is_killed(path):
     command = [sys.executable, "-c", SLEEPER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
         worker = psutil.Process(int(trainer.stdout.readline()))
@@ -200,12 +232,13 @@ def test_a_hostile_formula_scores_0_and_blocks_no_thread():
     hostile, honest = [r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}"], r"\boxed{17}"
     try:
         results = judge([Response(prompt, answer) for answer in hostile])
+        while len(beats) <= 10:  # a slow thread's beats come in the end, a blocked one's never
+            assert judge([Response(prompt, answer) for answer in hostile]) == results
         results += without_hurry(judge)([Response(prompt, honest)])
     finally:
         over.set()
         thread.join()
     assert results == [Unscored("timeouts"), Unscored("timeouts"), 1]
-    assert len(beats) > 10
 
 
 def test_an_evaluated_answer_has_no_effect_and_changes_no_later_score(tmp_path):

@@ -9,8 +9,8 @@ from hostile_server import hostile_server, request_of, says
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.transport.broadcast import DistributedTransport
 
-LONG_S = 300.0
-"""Longer than the test may take: a refusal must not wait for the limit."""
+LONG_S = 3600.0
+"""Longer than any test may take: a refusal must not wait for the limit."""
 
 
 def _failure_of_joining(answer, timeout_s: float) -> Exception:
@@ -25,7 +25,6 @@ def _failure_of_joining(answer, timeout_s: float) -> Exception:
     return caught.value
 
 
-@pytest.mark.timeout(100)
 def test_a_refusal_to_join_is_raised_at_once():
     error = _failure_of_joining(says(b"no such backend", b"400 Bad"), LONG_S)
     assert "/init_weights_update_group: status 400: no such backend" in str(error)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hostile_server import echoes, endless, hostile_server, raw, says
 from test_rollout_server_process import CONFIG, process_server
 
 from mppo.recipe.sections.rollout import RolloutConfig
+from mppo.rollout.sglang import api
 from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
@@ -24,6 +26,8 @@ from mppo.rollout.sglang.server_options import (
     is_ours,
 )
 from mppo.rollout.sglang.server_process import ServerError
+
+NEVER = threading.Event()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -41,7 +45,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.path, 404 if "weight" in self.path else 200
         )
         if self.path == "/slow":
-            time.sleep(2)
+            NEVER.wait(60)
         got = {"got": json.loads(body), "key": self.headers["Authorization"]}
         answer = json.dumps(got | {"from": self.client_address[1]})
         self.send_response(status)
@@ -53,6 +57,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch) -> None:
+    monkeypatch.setattr(api, "_QUICK_S", 60.0)
 
 
 @pytest.fixture
@@ -77,7 +86,7 @@ def test_the_client_distinguishes_refusals_from_lost_servers(url: str) -> None:
     with pytest.raises(ServerLost, match="no answer within"):
         client.post("/slow", timeout_s=0.2)
     with pytest.raises(ServerLost):
-        JsonClient("http://127.0.0.1:9", None, 5.0).get("/")
+        JsonClient("http://127.0.0.1:9", None, 60.0).get("/")
 
 
 CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -122,8 +131,8 @@ def test_a_connection_is_reused_by_other_threads(url: str) -> None:
 
 
 def test_another_runs_server_on_the_same_port_does_not_count_as_ours(url: str, tmp_path) -> None:
-    assert is_ours(SGLangApi(url, "key", 5.0))
-    stranger = SGLangApi(url, "another", 5.0)
+    assert is_ours(SGLangApi(url, "key", 60.0))
+    stranger = SGLangApi(url, "another", 60.0)
     assert stranger.is_up()
     assert not is_ours(stranger)
     taken = [sys.executable, "-c", "print('address already in use'); raise SystemExit(1)"]
@@ -134,7 +143,7 @@ def test_another_runs_server_on_the_same_port_does_not_count_as_ours(url: str, t
 
 
 def test_a_version_without_a_needed_call_is_reported(url: str) -> None:
-    api = SGLangApi(url, "key", 5.0)
+    api = SGLangApi(url, "key", 60.0)
     api.begin_update()  # versions before 0.5.21 have no sessions
     api.end_update()
     with pytest.raises(
@@ -148,16 +157,22 @@ def _external(url: str, folder: Path, **options: object) -> Fleet:
     return Fleet(rollout, folder, CONFIG, torch.float32, 0, 1, torch.device("cpu"), folder)
 
 
-def test_a_server_that_is_never_idle_is_lost() -> None:
+def test_a_server_that_is_never_idle_is_lost(monkeypatch) -> None:
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 40.0
+
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     busy = says(b"pending requests", status=b"400 Bad Request")
-    with hostile_server(busy) as url, pytest.raises(ServerLost, match="is not idle within 0 s"):
-        SGLangApi(url, None, 5.0).wait_until_idle(0.3)
+    with hostile_server(busy) as url, pytest.raises(ServerLost, match="is not idle within 60 s"):
+        SGLangApi(url, None, 60.0).wait_until_idle(60.0)
 
 
 def test_a_server_that_refuses_to_tell_whether_it_is_idle_is_not_asked_again() -> None:
     refusal = says(b"no key", status=b"401 Unauthorized")
     with hostile_server(refusal) as url, pytest.raises(RequestRefused, match="status 401"):
-        SGLangApi(url, None, 5.0).wait_until_idle(600.0)
+        SGLangApi(url, None, 60.0).wait_until_idle(600.0)
 
 
 def test_an_external_server_that_refuses_the_key_is_reported(
@@ -177,11 +192,11 @@ def test_an_external_address_without_a_server_is_reported(url: str, tmp_path) ->
         RuntimeError,
         match=rf"{wiki} .*does not answer like an SGLang server: .*/health: status 404",
     ):
-        _external(wiki, tmp_path, start_timeout_s=20.0).revive()
+        _external(wiki, tmp_path, start_timeout_s=60.0).revive()
     nowhere = "http://127.0.0.1:9"
     with pytest.raises(RuntimeError, match=rf"no SGLang server answered at {nowhere} .*within 1 s"):
         _external(nowhere, tmp_path, start_timeout_s=1.0).revive()
-    assert not is_ours(SGLangApi(wiki, "key", 5.0))
+    assert not is_ours(SGLangApi(wiki, "key", 60.0))
 
 
 def test_a_request_that_fails_every_attempt_is_reported_with_the_servers_reason(

@@ -129,9 +129,13 @@ def test_programs_run_in_the_sandbox():
         (function, statements, 1.0), ("```python\nwhile True: 1 ** 1\n```", tests, 0.0),
     ]  # fmt: skip
     given = [Response(Prompt(0, (1,), "code", truth, "p"), text) for text, truth, _ in cases]
-    options = {"batch_size": 1, "partial_credit": True, "run_timeout_s": 1.0}
+    options = {"batch_size": 1, "partial_credit": True}
+    found, scores = [], []
     with served(PROGRAM_ROUTES.load("--sandbox", True)()) as url:
-        found, scores = ask(f"{url}/run_code", "sandbox_fusion", given, **options)
+        for part, seconds in ((given[:-1], 40.0), (given[-1:], 1.0)):  # the last one never ends
+            asked = ask(f"{url}/run_code", "sandbox_fusion", part, run_timeout_s=seconds, **options)
+            found += asked[0]
+            scores += asked[1]
     assert not any(isinstance(each, FailedScore) for each in found)
     assert scores == [score for *_, score in cases]
 

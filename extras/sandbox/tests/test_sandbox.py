@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from mppo_sandbox.sandbox import Sandbox
@@ -23,7 +24,7 @@ TESTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
 
 @pytest.fixture(scope="module")
 def sandbox():
-    subject = Sandbox(cpu_s=2, memory_mb=512, output_mb=1)
+    subject = Sandbox(cpu_s=60, memory_mb=512, output_mb=1)
     try:
         subject.check()
     except ConfigError as error:
@@ -114,9 +115,11 @@ def test_the_root_of_a_container_runs_programs_as_nobody(sandbox):
     assert result.stdout.strip() == "(65534, 65534, 65534) [] []", result.stderr
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import os\nos._exit(0)"])
-def test_a_program_that_does_not_finish_passes_no_test(program, sandbox):
-    outcome = sandbox.run(program, ["pass"])
+@pytest.mark.parametrize(
+    ("program", "cpu_s"), [("while True: pass", 2), ("import os\nos._exit(0)", 60)]
+)
+def test_a_program_that_does_not_finish_passes_no_test(program, cpu_s, sandbox):
+    outcome = replace(sandbox, cpu_s=cpu_s).run(program, ["pass"])
     assert (outcome.passed, outcome.finished) == ((), False)
 
 
@@ -209,7 +212,7 @@ def test_programs_that_read_and_write_are_compared_by_words(sandbox):
 
 
 def test_many_programs_are_scored_in_order(sandbox):
-    judge = RuleReward("code", sandbox={"cpu_s": 2})
+    judge = RuleReward("code", sandbox={"cpu_s": 60})
     prompt = Prompt(0, (1,), "mbpp", TESTS, "add")
     programs = [ADD, ADD.replace("+", "-"), "", ADD]
     assert judge([Response(prompt, program) for program in programs]) == [1.0, 0.0, 0.0, 1.0]

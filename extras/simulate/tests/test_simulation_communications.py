@@ -159,7 +159,7 @@ def test_a_rank_whose_caller_is_gone_ends():
     """With a result that is larger than a pipe's buffer."""
     process, receiver = _started(lambda: bytes(1 << 20), ())
     receiver.close()
-    process.join(20)
+    process.join()
     assert process.exitcode == 0
 
 
