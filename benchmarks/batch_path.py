@@ -77,7 +77,7 @@ def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any],
         from mppo.rollout.sglang import generation as answers
 
     if hasattr(answers, "gather_answers"):
-        from mppo.rollout.sglang.api import SGLangApi
+        from mppo.rollout.sglang.server_api import SGLangApi
         from mppo.safety.bounded_http import parse_answer
 
         api = SGLangApi("http://127.0.0.1:1", None, 1.0)
@@ -135,7 +135,7 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
         The batch; processor time at the beginning and after each stage; and resident memory with
         responses and batch.
     """
-    from mppo.algos.packing import select_sequences
+    from mppo.algos.token_axis import select_sequences
     from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.recipe.sections.rollout import SamplingConfig
     from mppo.rollout.engine import GenerationRequest

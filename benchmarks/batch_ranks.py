@@ -80,7 +80,7 @@ def path(
     context_parallel: int = 1,
 ) -> None:
     """One rank of the path; writes its numbers to a file."""
-    from mppo.algos.packing import select_sequences
+    from mppo.algos.token_axis import select_sequences
     from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec
     from mppo.batch.mini_batch import TOKENS_ONLY
     from mppo.batch.prompt import Prompt

@@ -58,7 +58,7 @@ def build(folder: Path, registry, megatron: dict):
 
     from mppo.models.role import Role
     from mppo.recipe.sections.megatron import MegatronConfig
-    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.optim import OptimConfig
     from mppo.recipe.sections.role_config import RoleConfig
     from mppo.recipe.sections.roles import BatchingConfig
 

@@ -62,7 +62,7 @@ def build_attention(world: int, exchange: str):
 def make_pass(rank: int, world: int, name: str, exchange: str, length: int):
     """A forward and backward pass of this rank's part of a sequence."""
     from mppo.models.attention.context import ContextPlace, split_context
-    from mppo.models.attention.packing import pack_context
+    from mppo.models.attention.packed_sequences import pack_context
 
     key, value = WIDTHS[name]
     attention = build_attention(world, exchange)

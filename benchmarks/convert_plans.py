@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from checkpoints_convert.common_state import common_state
 from mppo.recipe.model_shape import model_shape
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.output_folder import create_files, plan_places, write_all
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint

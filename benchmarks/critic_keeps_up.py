@@ -56,7 +56,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from value_head import FINISHED, draw_model
 
-import mppo.rollout.local.engine as local
+import mppo.rollout.local.local_engine as local
 from mppo.data.tasks import Split, split_examples, task
 from mppo.recipe.sections.trainer import ValueGateConfig
 from mppo.rewards.verifiers import exact

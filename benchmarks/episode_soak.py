@@ -44,15 +44,15 @@ from random_agent import RandomAgent, identity
 
 from mppo.agents.endpoint.tree import Leaf
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.program import failed
+from mppo.agents.episode_program import failed
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.recipe.sections.agent import AgentConfig
 from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import EngineAround, GenerationRequest, WeightSource
-from mppo.rollout.local.engine import LocalEngine
-from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.local.local_engine import LocalEngine
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 
 STALENESS, OVER, SAMPLES = 2, 1.25, 2

@@ -61,8 +61,8 @@ from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.parallel.addresses import free_port
 from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import GenerationRequest, WeightSource
-from mppo.rollout.sglang.api import sampling_parameters
-from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.sglang.server_api import sampling_parameters
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mppo import register
-from mppo.algos.advantages import gae
+from mppo.algos.gae import gae
 from mppo.algos.masked import masked_whiten
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Outputs

@@ -87,7 +87,7 @@ def make_role(folder: Path, registry, micro_batch: int, replay: str = "off", cp:
     """An actor on the running process group."""
     from mppo.models.role import Role
     from mppo.recipe.sections.megatron import MegatronConfig
-    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.optim import OptimConfig
     from mppo.recipe.sections.role_config import RoleConfig
     from mppo.recipe.sections.roles import BatchingConfig
 

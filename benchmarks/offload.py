@@ -152,7 +152,7 @@ def _roles(folder: Path, offloaded: bool):
     from mppo.hub.builtin import read_model_config
     from mppo.parallel.groups import GroupRegistry
     from mppo.recipe.load import load_recipe
-    from mppo.trainer.roles import Roles
+    from mppo.trainer.run_roles import Roles
 
     keys = [f"model.path={folder}", "data.train_batch_size=8", "rollout.n=1"]
     for role in ("actor", "critic"):
@@ -187,7 +187,7 @@ def _experience(roles, sequences: int):
 def _iterate(roles, experience, sequences: int) -> None:
     """The passes and updates of an iteration; weights and states wait in the host between them."""
     from mppo.parallel import device
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     roles.placement.prepare("forward")
     _experience(roles, sequences)

@@ -28,7 +28,7 @@ from mppo_simulate.run import import_simulated_code
 
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit, planned_gpu
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.recipe.rules.rule import world_size_of
 from mppo.trainer.start.loading import load_checked
 

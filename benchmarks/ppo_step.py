@@ -126,8 +126,8 @@ def mppo_worker(folder: str, dtype: str) -> None:
     from mppo.supervision.stop_request import StopRequest
     from mppo.trainer.advantages import kl_controller
     from mppo.trainer.loop import iterate, sync_weights
-    from mppo.trainer.roles import Roles
     from mppo.trainer.run import Run
+    from mppo.trainer.run_roles import Roles
     from mppo.trainer.start.user_parts import Callbacks
 
     recipe = load_recipe(None, mppo_settings(folder, dtype))
@@ -275,7 +275,7 @@ def matmul_peak(dtype: str, cores: int) -> float:
     """
     import torch
 
-    from mppo.rollout.local.engine import compute_dtype
+    from mppo.rollout.local.local_engine import compute_dtype
 
     torch.set_num_threads(cores)
     kind = compute_dtype(getattr(torch, dtype), torch.device("cpu"))

@@ -29,7 +29,7 @@ from mppo.planning.memory import (
     model_parameters,
     stage_layers,
 )
-from mppo.planning.time.generation import ENGINE, Servers
+from mppo.planning.time.generation_time import ENGINE, Servers
 from mppo.planning.time.library import open_library
 from mppo.planning.time.role_load import TRAINER, RoleLoad, StepSequences
 from mppo.planning.time.step import Prediction, StepLoad, predict_step

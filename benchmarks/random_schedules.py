@@ -19,9 +19,9 @@ from collections import Counter
 import record
 
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.checks import ScheduleFault, check_lists, checked_schedule
 from mppo.pipeline.schedule import make_schedule
-from mppo.recipe.schedule import ScheduleKind
+from mppo.pipeline.schedule_checks import ScheduleFault, check_lists, checked_schedule
+from mppo.recipe.schedule_kind import ScheduleKind
 
 KINDS: tuple[ScheduleKind, ...] = ("fused", "flush_free")
 

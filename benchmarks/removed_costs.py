@@ -14,7 +14,7 @@ import record
 from replanned_recipes import RECIPES
 
 import mppo
-from mppo.planning.time.describe import TimeOptions, Timing
+from mppo.planning.time.step_text import TimeOptions, Timing
 
 
 def both(**keys: object) -> list[str]:

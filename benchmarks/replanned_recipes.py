@@ -14,8 +14,8 @@ from typing import Any
 import record
 
 import mppo
-from mppo.planning.time.describe import TimeOptions, Timing
 from mppo.planning.time.search import PlannedLayout, Search
+from mppo.planning.time.step_text import TimeOptions, Timing
 from mppo.recipe.gpu_types import GIB
 
 RECIPES = Path(__file__).parents[1] / "recipes"

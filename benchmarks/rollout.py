@@ -28,7 +28,7 @@ from record import alternate, parser, record
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.local.local_engine import LocalEngine
 from mppo.weights.bucket import WeightBucket
 
 MODEL = {
@@ -158,8 +158,8 @@ def _generated(responses: torch.Tensor, stops: Sequence[int]) -> int:
 
 def sglang(arguments: argparse.Namespace) -> dict[str, object]:
     """mppo's engine against plain requests to the same server: one per prompt, and one for all."""
-    from mppo.rollout.sglang.api import sampling_parameters
-    from mppo.rollout.sglang.engine import SGLangEngine
+    from mppo.rollout.sglang.server_api import sampling_parameters
+    from mppo.rollout.sglang.sglang_engine import SGLangEngine
 
     config = transformers.Qwen2Config(**MODEL)
     torch.manual_seed(0)

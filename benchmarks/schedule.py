@@ -304,8 +304,8 @@ def make_update(
     from mppo.recipe.load import load_recipe
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
-    from mppo.trainer.roles import Roles
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.run_roles import Roles
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     size = mini_batches * count
     keys = [
@@ -412,7 +412,7 @@ def real_times(
 
 def start_ranks(worker: Callable[..., None], arguments: tuple, world: int) -> None:
     """Run ``worker(rank, *arguments)`` in processes that share the imported libraries."""
-    multiprocessing.set_forkserver_preload(["mppo.trainer.update.phase", "transformers"])
+    multiprocessing.set_forkserver_preload(["mppo.trainer.update.update_stage", "transformers"])
     mp.start_processes(worker, arguments, nprocs=world, start_method="forkserver")
 
 

@@ -25,8 +25,8 @@ from mppo_simulate.run import import_simulated_code
 
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
-from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import GENERATION
+from mppo.planning.run_plan import plan_roles, plan_use
 from mppo.recipe.gpu_types import GIB, find_gpu
 from mppo.recipe.rules.rule import world_size_of
 from mppo.trainer.start.loading import load_checked

@@ -30,7 +30,7 @@ from mppo_simulate.quick import with_layers
 from mppo_simulate.run import import_simulated_code
 from mppo_simulate.together.choice import representative_ranks
 from mppo_simulate.together.findings import find
-from mppo_simulate.together.run import record_ranks, rules_of
+from mppo_simulate.together.together_run import record_ranks, rules_of
 
 from mppo.recipe.errors import ConfigError
 from mppo.recipe.gpu_types import find_gpu

@@ -25,8 +25,8 @@ from mppo.parallel.layout import Layout
 from mppo.recipe.model_shape import model_shape
 from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.slices.reshard import ReshardPlanner
 from mppo.weights.table import parameter_table

@@ -17,7 +17,7 @@ from checkpoints_convert.run_config import RUN_CONFIG, run_config
 from mppo.hub.builtin import read_model_config
 from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.safety.input_files import read_json
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.output_folder import (
     check_free,
     companion_files,

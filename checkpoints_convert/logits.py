@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoints_convert.job import Ranks
 from mppo.hub.builtin import read_model_config
-from mppo.models.attention.packing import pack_sequences
+from mppo.models.attention.packed_sequences import pack_sequences
 from mppo.models.configuration import transformer_config
 from mppo.models.families.architectures import family_config
 from mppo.models.families.family import FamilyConfig

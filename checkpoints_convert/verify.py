@@ -9,10 +9,10 @@ from pathlib import Path
 from checkpoints_convert.commands import find_checkpoint, read_shape
 from checkpoints_convert.job import Ranks
 from mppo.parallel.collectives import all_gather_objects
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Copier, CopyTask
-from mppo.weights.load import known_extras
+from mppo.weights.load_stages import known_extras
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.conversion import Share, full_stretch

@@ -26,7 +26,7 @@ from mppo.trainer.start.user_parts import Callbacks, UserParts
 
 if TYPE_CHECKING:  # they import torch
     from mppo.planning.describe import RunPlan
-    from mppo.trainer.start.session import RunResult
+    from mppo.trainer.start.training_session import RunResult
 
 __all__ = [
     "ConfigError", "InputError", "Recipe", "RunRecord", "load", "plan", "read_run", "train",
@@ -109,7 +109,7 @@ def train(
 
 def _trained(recipe: Recipe, info: LaunchInfo, guard: RankGuard, parts: UserParts) -> RunResult:
     from mppo.supervision.heartbeat import AlreadyReported, no_early_success
-    from mppo.trainer.start.session import train_and_export
+    from mppo.trainer.start.training_session import train_and_export
 
     try:
         with no_early_success():

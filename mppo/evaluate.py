@@ -17,7 +17,7 @@ from mppo.safety.redact import redacted_output
 from mppo.supervision import exit_report
 from mppo.supervision.rank_guard import start_guarded
 from mppo.trainer.start.checked_recipe import evaluated_recipe
-from mppo.trainer.validation.judge import read_opponent
+from mppo.trainer.validation.pair_judge import read_opponent
 
 
 @redacted_output()

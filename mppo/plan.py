@@ -23,7 +23,7 @@ from mppo.supervision.rank_guard import start_guarded
 from mppo.trainer.start.checked_recipe import planned_run
 
 if TYPE_CHECKING:
-    from mppo.planning.time.describe import TimeOptions
+    from mppo.planning.time.step_text import TimeOptions
 
 
 @redacted_output()
@@ -121,8 +121,8 @@ def _plan(arguments: argparse.Namespace, info: LaunchInfo) -> int:
 
 
 def _time_options(arguments: argparse.Namespace) -> TimeOptions:
-    from mppo.planning.time.describe import TimeOptions
     from mppo.planning.time.role_load import AgentTurns
+    from mppo.planning.time.step_text import TimeOptions
     from mppo.planning.time.upkeep import Upkeep
 
     own = vars(arguments)

@@ -226,8 +226,8 @@ def _check_recipe(config: Path, overrides: Sequence[str], world_size: int) -> No
         fetch_data_set=fetch_data_set,
         check_inputs=partial(input_issues, remarks=remarks),
     )
-    from mppo.planning.disk import disk_warning, free_bytes
-    from mppo.planning.plan import plan_roles
+    from mppo.planning.checkpoint_space import disk_warning, free_bytes
+    from mppo.planning.run_plan import plan_roles
 
     found = {role.name: read_config(role.path) for role in recipe.roles()}
     plans = plan_roles(recipe, world_size, found)

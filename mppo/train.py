@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with no_early_success():
-            from mppo.trainer.start.session import train_and_export
+            from mppo.trainer.start.training_session import train_and_export
 
             result = train_and_export(recipe, info, guard, UserParts())
             return 1 if result.gate_held is False else 0

@@ -12,8 +12,7 @@ from itertools import count
 from typing import Any, BinaryIO
 
 from mppo.agents.endpoint.session import Session
-from mppo.agents.function_host import LINE_BYTES
-from mppo.agents.program import (
+from mppo.agents.episode_program import (
     child_command,
     child_environment,
     end,
@@ -21,6 +20,7 @@ from mppo.agents.program import (
     read_episode_result,
     task_of,
 )
+from mppo.agents.function_host import LINE_BYTES
 from mppo.batch.episode import EpisodeResult
 from mppo.batch.prompt import Prompt
 from mppo.safety.foreign_text import json_line, quoted

@@ -12,7 +12,7 @@ from mppo.agents.conversation import Conversation, Reply
 from mppo.agents.endpoint.ask import Ask
 from mppo.agents.endpoint.refusal import Refusal
 from mppo.agents.endpoint.session import Session
-from mppo.agents.program import failed, opening_of
+from mppo.agents.episode_program import failed, opening_of
 from mppo.agents.turn_answers import TurnAnswers
 from mppo.batch.episode import EpisodeResult
 from mppo.batch.prompt import Prompt

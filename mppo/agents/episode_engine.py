@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from mppo.agents.endpoint.session import Limits
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions
 from mppo.agents.endpoint.tool_calls import tool_parser
+from mppo.agents.episode_program import Program, failed, opening_of
 from mppo.agents.event_loop import EventLoop
-from mppo.agents.program import Program, failed, opening_of
 from mppo.agents.running_episodes import EpisodeKey, EpisodeStart, RunningEpisodes, use_metrics
 from mppo.agents.turn_queue import Drawing, TurnQueue
 from mppo.batch.episode import Episode, EpisodeResult, EpisodesBySample, EpisodeTokens

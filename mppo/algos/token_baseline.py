@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mppo.algos.advantages import reward_to_go
+from mppo.algos.gae import reward_to_go
 from mppo.algos.group_baselines import ResponseGroups
 from mppo.algos.masked import ALONE, Gather
 

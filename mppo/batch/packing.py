@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import Batch, no_token_rewards
 from mppo.batch.episode import NO_WEIGHTS, Episode
 from mppo.safety.input_error import InputError

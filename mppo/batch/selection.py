@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import cumulative, select_cu_seqlens, select_sequences
+from mppo.algos.token_axis import cumulative, select_cu_seqlens, select_sequences
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.gathers import sequence_digests
 from mppo.batch.outputs import Experience, Outputs

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import Batch, unknown_expert
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.packing import pack_episodes

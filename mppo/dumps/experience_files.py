@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import Batch
 from mppo.batch.outputs import Experience, Outputs
 from mppo.safety.disk import replace_bytes

@@ -12,9 +12,9 @@ from mppo.recipe.model_shape import model_shape, with_value_bins
 from mppo.recipe.sections.role_config import RoleConfig
 from mppo.recipe.sections.roles import CriticConfig
 from mppo.safety.input_error import InputError
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.output_folder import companion_files
-from mppo.weights.load import known_extras
+from mppo.weights.load_stages import known_extras
 from mppo.weights.model_folder import checkpoint_folder, companion_folder, is_megatron_checkpoint
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint

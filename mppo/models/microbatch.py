@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import select_cu_seqlens, select_sequences, sequence_token_indices
+from mppo.algos.token_axis import select_cu_seqlens, select_sequences, sequence_token_indices
 from mppo.batch.batch import Sequences
 from mppo.models.attention.context import ContextPlace, split_context
-from mppo.models.attention.packing import Packing, pack_context, pack_sequences
+from mppo.models.attention.packed_sequences import Packing, pack_context, pack_sequences
 from mppo.parallel.device import copied
 
 

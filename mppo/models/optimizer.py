@@ -22,7 +22,7 @@ from mppo.models.stage import Stage
 from mppo.parallel import device
 from mppo.parallel.moved_storages import MovedStorages
 from mppo.recipe.sections.megatron import MegatronConfig
-from mppo.recipe.sections.optimizer import OptimConfig
+from mppo.recipe.sections.optim import OptimConfig
 
 logging.getLogger("megatron.core").setLevel(logging.WARNING)
 

@@ -20,7 +20,7 @@ from mppo.recipe.sections.role_config import RoleConfig
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.save import save_hf
-from mppo.weights.slices.source import SliceSource
+from mppo.weights.slices.slice_source import SliceSource
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 from mppo.weights.torch_dist.checkpoint import load_weights

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mppo.models.attention.core import PackedAttention
 from mppo.models.attention.mla import LocalMLA, PublishedMLA
-from mppo.models.attention.packing import Packing
+from mppo.models.attention.packed_sequences import Packing
 from mppo.models.attention.rotary import PackedRotary
 from mppo.models.configuration import uses_transformer_engine
 from mppo.models.families.family import FamilyConfig

@@ -26,10 +26,10 @@ from mppo.models.role import PendingStatistics, Role
 from mppo.models.stage import forward_step_function
 from mppo.models.work_share import PassMoves, output_rows, return_home, sum_states
 from mppo.pipeline.actions import RoleWork
-from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import forward_list
+from mppo.pipeline.schedule_checks import checked_schedule
 
 
 class StreamedForward:

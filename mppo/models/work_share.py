@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import Sequences
 from mppo.batch.head_outputs import HeadOutputs, tensors_of
 from mppo.batch.microbatches import MicroBatchPlan

@@ -3,7 +3,7 @@
 With interleaving, the last and the first stage are neighbours as well. Each direction has a process
 group (``routes``). torch makes a communicator in it for each pair of neighbours, on which one of
 them only sends and the other only receives, as long as the group is not bound to a device. Both do
-so in the same order; ``mppo.pipeline.checks`` checks this for every schedule.
+so in the same order; ``mppo.pipeline.schedule_checks`` checks this for every schedule.
 """
 
 from __future__ import annotations

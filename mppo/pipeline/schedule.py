@@ -19,7 +19,7 @@ from mppo.pipeline.simulation import (
 )
 from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import Stream, StreamEntry, candidate_streams
-from mppo.recipe.schedule import ScheduleKind
+from mppo.recipe.schedule_kind import ScheduleKind
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def make_schedule(kind: ScheduleKind, roles: tuple[RoleWork, ...], stages: int) 
     One that stays free of such waits if a pass waits for the whole device is preferred if it is at
     most a tenth slower. With interleaving hardly any does.
 
-    If all candidates can hang, the fastest is returned, which ``mppo.pipeline.checks`` refuses.
+    If all candidates can hang, the fastest is returned, which ``mppo.pipeline.schedule_checks``
+    refuses.
     """
     candidates = _candidates(kind, roles, stages)
     safe: Schedule | None = None

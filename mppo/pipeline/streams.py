@@ -15,7 +15,7 @@ from functools import partial
 from itertools import permutations
 
 from mppo.pipeline.actions import RoleWork
-from mppo.recipe.schedule import ScheduleKind
+from mppo.recipe.schedule_kind import ScheduleKind
 
 KINDS: tuple[ScheduleKind, ...] = ("sequential", "fused", "flush_free")
 

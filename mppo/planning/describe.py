@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mppo.planning.disk import describe_checkpoints
+from mppo.planning.checkpoint_space import describe_checkpoints
 from mppo.planning.fit import Fit, plan_fit, planned_gpu
 from mppo.planning.host import HostNeed, host_need, planned_host_issue
 from mppo.planning.memory import transformer_engine_is_installed
 from mppo.planning.peaks import RankUse
-from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.residency import ON_DEVICE, Part, Place, role_parts
-from mppo.planning.schedule import TrainedRole, describe_schedule
-from mppo.planning.time.describe import TimeOptions, Timing, columns, describe_prediction
+from mppo.planning.run_plan import RolePlan, plan_roles, with_token_budgets
+from mppo.planning.schedule_time import TrainedRole, describe_schedule
 from mppo.planning.time.picture import draw_step
 from mppo.planning.time.search import Search, describe_search
+from mppo.planning.time.step_text import TimeOptions, Timing, columns, describe_prediction
 from mppo.planning.token_budgets import given_budgets
 from mppo.planning.verdict import Moment, describe_verdict
 from mppo.recipe.gpu_types import GIB
@@ -25,7 +25,7 @@ from mppo.recipe.load import resolved_yaml
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.megatron import Offload
 from mppo.recipe.sections.role_config import RoleConfig
-from mppo.report.residency import PhaseBars, draw_residency
+from mppo.report.residency_bars import PhaseBars, draw_residency
 
 RANKS_SHOWN = 64
 

@@ -11,7 +11,6 @@ from mppo.parallel import device
 from mppo.parallel.collectives import largest_of_ranks
 from mppo.planning.outside import Engine, colocated_engine
 from mppo.planning.peaks import RankUse
-from mppo.planning.plan import RolePlan, plan_roles, plan_use
 from mppo.planning.residency import (
     SAVE,
     TRAINED_PARTS,
@@ -20,6 +19,7 @@ from mppo.planning.residency import (
     role_parts,
     with_early_returns,
 )
+from mppo.planning.run_plan import RolePlan, plan_roles, plan_use
 from mppo.planning.verdict import Moment, Verdict, judge, planned_moments
 from mppo.recipe.gpu_types import DEFAULT_GPU, GpuType, find_gpu
 from mppo.recipe.schema import Recipe

@@ -20,8 +20,8 @@ from mppo.models.families.architectures import family_config
 from mppo.planning.memory import experts_per_token
 from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.recipe.sections.role_config import Head
-from mppo.weights.rows import Row
 from mppo.weights.table import parameter_table
+from mppo.weights.table_rows import Row
 
 
 @dataclass(frozen=True)

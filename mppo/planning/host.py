@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mppo.planning.disk import COPY, host_copy_bytes, host_copy_warning
+from mppo.planning.checkpoint_space import COPY, host_copy_bytes, host_copy_warning
 from mppo.planning.fit import Fit, plan_fit, ranks_by_stages
 from mppo.planning.passes import StagePasses
-from mppo.planning.plan import RolePlan
+from mppo.planning.run_plan import RolePlan
 from mppo.planning.verdict import describe_verdict
 from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.recipe.gpu_types import GIB, GpuType

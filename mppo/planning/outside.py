@@ -13,7 +13,7 @@ from mppo.pipeline.routes import routes
 from mppo.planning.memory import BYTES
 from mppo.recipe.gpu_types import GIB, MIB, GpuType
 from mppo.recipe.model_shape import ModelShape
-from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.rules.engine_rules import sglang_options
 from mppo.recipe.schema import Recipe
 
 CUDA_CONTEXT = int(0.6 * GIB)

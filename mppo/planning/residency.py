@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Literal
 
-from mppo.recipe.schedule import forward_groups, update_groups
+from mppo.recipe.schedule_kind import forward_groups, update_groups
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.megatron import Offload
 from mppo.recipe.sections.role_config import RoleConfig

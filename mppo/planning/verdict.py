@@ -10,7 +10,7 @@ from mppo.planning.outside import Engine, outside_bytes
 from mppo.planning.peaks import RankUse
 from mppo.planning.residency import GENERATION, WEIGHT_SYNC, Residency
 from mppo.recipe.gpu_types import GIB, GpuType
-from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.rules.engine_rules import sglang_options
 from mppo.recipe.schema import Recipe
 
 CHECKPOINT = "checkpoint state"

@@ -8,13 +8,13 @@ from typing import Any
 from mppo.recipe.errors import ConfigIssue
 from mppo.recipe.model_shape import max_positions, model_shape
 from mppo.recipe.rules import (  # noqa: F401 (importing them fills RULES)
-    agent,
-    algorithm,
-    data,
-    engine,
-    layout,
-    reward,
-    training,
+    agent_rules,
+    algorithm_rules,
+    data_rules,
+    engine_rules,
+    layout_rules,
+    reward_rules,
+    training_rules,
 )
 from mppo.recipe.rules.rule import RULES, RuleContext
 from mppo.recipe.schema import Recipe

@@ -15,7 +15,6 @@ from mppo.rewards.result import NoScore, RewardResult
 from mppo.rewards.scores import FailedScore, no_score
 from mppo.rewards.workers.named_code import imported_form
 from mppo.rewards.workers.pool import Result, WorkerPool
-from mppo.rewards.workers.server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.rewards.workers.user_function import (
     ONE_RESPONSE,
     FunctionForm,
@@ -24,6 +23,7 @@ from mppo.rewards.workers.user_function import (
     import_function,
 )
 from mppo.rewards.workers.worker import ScoringTask
+from mppo.rewards.workers.worker_server import DIED, NO_MEMORY, NO_SCORE, SCORE, TIMEOUT
 from mppo.safety.python_file import describe_error
 
 

@@ -19,8 +19,8 @@ from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.scores import FailedScore, Unscored
 from mppo.rewards.verifiers import extract_answer
 from mppo.rewards.workers.pool import Result, WorkerPool, cores
-from mppo.rewards.workers.server import SCORE
 from mppo.rewards.workers.worker import ScoringTask
+from mppo.rewards.workers.worker_server import SCORE
 from mppo.safety.input_error import InputError
 from mppo.supervision.phase import tick
 

@@ -20,7 +20,7 @@ from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
 from mppo.rewards.division import ScoringError, exchange_scores, score_divided
 from mppo.rewards.function import CallableReward, load_function
-from mppo.rewards.remote.reward import build_remote_reward
+from mppo.rewards.remote.remote_reward import build_remote_reward
 from mppo.rewards.response import Response, RewardFunction, describe
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, ModelScore, read_scores, without_score

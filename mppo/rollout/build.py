@@ -47,9 +47,9 @@ def build_engine(
     dtype = DTYPES[rollout.dtype or recipe.model.dtype]
     rank, world = dist.get_rank(), dist.get_world_size()
     if rollout.name == "sglang":
-        from mppo.rollout.sglang.engine import SGLangEngine
         from mppo.rollout.sglang.server_options import check_installed
         from mppo.rollout.sglang.server_response import routing_shape
+        from mppo.rollout.sglang.sglang_engine import SGLangEngine
 
         if not rollout.urls:
             check_installed(on_cpu=not device.is_cuda())
@@ -67,7 +67,7 @@ def build_engine(
             seed=sampling_seed(recipe.trainer.seed, step),
             routing=routing_shape(hf_config) if replays else None,
         )
-    from mppo.rollout.local.engine import LocalEngine
+    from mppo.rollout.local.local_engine import LocalEngine
 
     return LocalEngine(
         folder,

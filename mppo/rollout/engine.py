@@ -14,8 +14,8 @@ from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.turns import TurnEngine
 from mppo.weights.bucket import WeightBucket
-from mppo.weights.slices.plan import SliceRequest
-from mppo.weights.slices.source import SliceStream
+from mppo.weights.slices.slice_plan import SliceRequest
+from mppo.weights.slices.slice_source import SliceStream
 
 OnResponse = Callable[[Sequence[int], Sequence[Episode]], None]
 """Called with finished responses while others are still being generated, on the rank that received

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mppo import register
-from mppo.algos.advantages import (
+from mppo.algos.gae import (
     gae,
     length_adaptive_lambda,
     reward_to_go,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import unknown_expert
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.outputs import Experience, Outputs
@@ -36,7 +36,7 @@ from mppo.safety.disk import set_aside
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import needs_greedy_baseline
 from mppo.trainer.failures import storage_message
-from mppo.trainer.generation.stage import Rollout, pack_scored
+from mppo.trainer.generation.rollout_stage import Rollout, pack_scored
 from mppo.trainer.metrics import conversation_metrics, reward_metrics
 from mppo.trainer.run import Run
 

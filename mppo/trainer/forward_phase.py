@@ -21,9 +21,9 @@ from mppo.pipeline.executor import carry_out
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import forward_list
 from mppo.planning.residency import phase_of_role
-from mppo.recipe.schedule import forward_groups
+from mppo.recipe.schedule_kind import forward_groups
 from mppo.supervision.phase import phase
-from mppo.trainer.roles import Roles
+from mppo.trainer.run_roles import Roles
 
 TIMED_AS = {"actor": "old_log_prob", "ref": "ref", "critic": "values"}
 """verl's name for what each role's forward pass yields, under which it is timed."""

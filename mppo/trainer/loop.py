@@ -26,9 +26,10 @@ from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
 from mppo.trainer.advantages import current_kl, estimate, normalize_scores
+from mppo.trainer.batch_selection import resample_experience
 from mppo.trainer.dump import dump_step, replay_rollout
 from mppo.trainer.forward_phase import ForwardPhase
-from mppo.trainer.generation.stage import (
+from mppo.trainer.generation.rollout_stage import (
     DynamicSampling,
     Rollout,
     go_on,
@@ -47,11 +48,10 @@ from mppo.trainer.metrics import (
 )
 from mppo.trainer.run import Run
 from mppo.trainer.run_folder import PROFILE
-from mppo.trainer.selection import resample_experience
 from mppo.trainer.update.case_replay import MODELS, ReplayCase, keep_case
-from mppo.trainer.update.phase import NonFiniteStep, UpdatePhase
-from mppo.trainer.validation.metrics import validation_metrics
-from mppo.trainer.validation.stage import (
+from mppo.trainer.update.update_stage import NonFiniteStep, UpdatePhase
+from mppo.trainer.validation.validation_metrics import validation_metrics
+from mppo.trainer.validation.validation_stage import (
     generate_validation,
     sample_lines,
     show_samples,

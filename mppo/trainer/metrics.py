@@ -33,7 +33,7 @@ from mppo.report.history import MEMORY, OF_RANKS, PROBE
 from mppo.rewards.scores import UNSCORED
 from mppo.safety.input_error import InputError
 from mppo.trainer.advantages import value_states
-from mppo.trainer.selection import informative_sequences
+from mppo.trainer.batch_selection import informative_sequences
 
 GROUPS = 10
 CELLS = 1000

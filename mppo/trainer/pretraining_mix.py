@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mppo.algos.packing import select_sequences
 from mppo.algos.policy_loss import ptx_loss
+from mppo.algos.token_axis import select_sequences
 from mppo.batch.batch import Batch, Sequences
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.head_outputs import HeadOutputs, PolicyOutputs, map_outputs

@@ -23,8 +23,8 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.scorer import Scorer
 from mppo.rollout.engine import Generation, RolloutEngine
 from mppo.supervision.phase import phase
-from mppo.trainer.roles import Roles
 from mppo.trainer.run_folder import RunFolder
+from mppo.trainer.run_roles import Roles
 from mppo.trainer.start.user_parts import Callbacks
 
 

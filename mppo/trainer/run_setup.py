@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import build_agent, with_agent
-from mppo.agents.program import Program
+from mppo.agents.build_agent import build_agent, with_agent
+from mppo.agents.episode_program import Program
 from mppo.algos.reward_normalization import RewardStats
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.data.examples import load_documents
@@ -24,14 +24,14 @@ from mppo.parallel.collectives import largest_of_ranks
 from mppo.parallel.groups import GroupRegistry
 from mppo.parallel.launch import LaunchInfo
 from mppo.parallel.node import host_memory
-from mppo.planning.disk import describe_checkpoints, disk_warning, free_bytes
+from mppo.planning.checkpoint_space import describe_checkpoints, disk_warning, free_bytes
 from mppo.planning.fit import own_gpu
 from mppo.planning.host import GIVEN, memory_warnings
-from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
+from mppo.planning.run_plan import RolePlan, plan_roles, with_token_budgets
 from mppo.recipe.gpu_types import GIB
 from mppo.recipe.schema import Recipe
 from mppo.report.reporter import Reporter
-from mppo.rewards.reward_model.scorer import reward_model_texts, with_reward_model
+from mppo.rewards.reward_model.model_scorer import reward_model_texts, with_reward_model
 from mppo.rewards.scorer import build_run_scorer
 from mppo.rollout.build import build_engine
 from mppo.rollout.engine import RolloutEngine
@@ -43,9 +43,9 @@ from mppo.supervision.stop_request import StopRequest
 from mppo.trainer.advantages import kl_controller
 from mppo.trainer.dump import replay_folders
 from mppo.trainer.pretraining_mix import PretrainingMix
-from mppo.trainer.roles import Roles, trained_models
 from mppo.trainer.run import Run, exporting
 from mppo.trainer.run_folder import CHECKPOINTS, WARM_START, RunFolder, check_model_folders
+from mppo.trainer.run_roles import Roles, trained_models
 from mppo.trainer.sft import train_sft
 from mppo.trainer.start.user_parts import NO_PARTS, UserParts
 from mppo.weights.model_folder import companion_folder

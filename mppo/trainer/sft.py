@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from mppo.algos.packing import select_sequences
+from mppo.algos.token_axis import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode, EpisodeTokens
 from mppo.batch.head_outputs import HeadOutputs, PolicyOutputs
@@ -29,11 +29,11 @@ from mppo.models.role import Role, step_together
 from mppo.models.streamed_role import forward_backward
 from mppo.parallel.groups import GroupRegistry
 from mppo.recipe.schema import Recipe
-from mppo.recipe.sections.optimizer import OptimConfig
+from mppo.recipe.sections.optim import OptimConfig
 from mppo.recipe.sections.role_config import RoleConfig
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
-from mppo.trainer.update.phase import NonFiniteStep
+from mppo.trainer.update.update_stage import NonFiniteStep
 
 
 def train_sft(

@@ -18,13 +18,13 @@ from torch import Tensor
 from mppo.algos.aggregation import aggregation_weights_T
 from mppo.algos.covariance import MiniBatchTokens, covariance, covariance_band, covariance_top
 from mppo.algos.masked import ALONE, Gather, expand_to_tokens, sequence_sum
-from mppo.algos.packing import (
+from mppo.algos.rollout_correction import sequence_geometric_mean
+from mppo.algos.token_axis import (
     cumulative,
     select_cu_seqlens,
     select_sequences,
     sequence_token_indices,
 )
-from mppo.algos.rollout_correction import sequence_geometric_mean
 from mppo.batch.batch import Sequences
 from mppo.batch.microbatches import MicroBatchPlan
 from mppo.batch.outputs import Experience

@@ -22,9 +22,9 @@ from mppo.recipe.model_shape import model_shape
 from mppo.weights.blocks import ZERO
 from mppo.weights.bucket import BucketLayout, WeightBucket, aligned
 from mppo.weights.copies import BufferCopy, Slice, copy_tensors, folded, slice_copy
-from mppo.weights.rows import Row
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, Table, parameter_table
+from mppo.weights.table_rows import Row
 
 if TYPE_CHECKING:  # it imports Megatron, which a plan does not need
     from mppo.parallel.groups import LayoutGroups

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from mppo.recipe.model_shape import ModelShape
 from mppo.weights.blocks import Block, shard_blocks
-from mppo.weights.rows import Row, Shape, model_rows
+from mppo.weights.table_rows import Row, Shape, model_rows
 
 LAYER = "decoder.layers.{l}."
 LAYER_NAME = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 IMPORTED = (
-    "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.engine",
+    "mppo.train", "mppo.trainer.run_setup", "mppo.rollout.local.local_engine",
     "mppo.trainer.validation.evaluation", "mppo.rollout.served_model", "mppo.preflight",
     "mppo.trainer.update.case_replay", "mppo.rewards.rules", "checkpoints_convert.commands",
     "safetensors.torch", "mppo.dumps.inspection",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import start_ranks
 
-from mppo.algos.packing import select_sequences
+from mppo.algos.token_axis import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeTokens
 from mppo.batch.head_outputs import tensors_of
@@ -133,7 +133,7 @@ def build_role(case: Case, folder: Path, registry):
     from mppo.hub.builtin import read_model_config
     from mppo.models.role import Role
     from mppo.recipe.sections.megatron import MegatronConfig
-    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.optim import OptimConfig
     from mppo.recipe.sections.role_config import RoleConfig
     from mppo.recipe.sections.roles import BatchingConfig
 

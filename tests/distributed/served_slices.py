@@ -14,9 +14,9 @@ from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.rollout.transport.slice_load import load, slice_table
 from mppo.rollout.transport.slice_sync import message_row
 from mppo.weights.blocks import ZERO
-from mppo.weights.slices.plan import SliceRequest
 from mppo.weights.slices.reshard import engine_blocks, engine_tensor
-from mppo.weights.slices.source import SliceStream
+from mppo.weights.slices.slice_plan import SliceRequest
+from mppo.weights.slices.slice_source import SliceStream
 from mppo.weights.stream import WeightStream
 from mppo.weights.table import parameter_table
 

@@ -13,7 +13,7 @@ from ranks import start_ranks
 from torch import Tensor
 
 from mppo import register
-from mppo.algos.packing import sequence_token_indices
+from mppo.algos.token_axis import sequence_token_indices
 from mppo.batch.batch import Batch
 from mppo.batch.episode import Episode, EpisodeTokens, with_scores
 from mppo.batch.outputs import Experience, Outputs
@@ -123,8 +123,8 @@ def compare_targets(folder: Path) -> None:
     from mppo.batch.gathers import gather_of_mini_batch
     from mppo.dumps.experience_files import read_experience
     from mppo.trainer.advantages import estimate
+    from mppo.trainer.batch_selection import resample_experience
     from mppo.trainer.dump import write_shares
-    from mppo.trainer.selection import resample_experience
     from mppo.trainer.targets import policy_targets, value_targets
 
     complete = outputs_of(LENGTHS)

@@ -119,7 +119,7 @@ def _write_down(rank: int, world: int, out: str) -> None:
     from mppo.trainer.advantages import estimate
     from mppo.trainer.dump import dump_step, read_episodes
     from mppo.trainer.forward_phase import ForwardPhase
-    from mppo.trainer.generation.stage import Rollout, pack_scored
+    from mppo.trainer.generation.rollout_stage import Rollout, pack_scored
     from mppo.trainer.loop import train
 
     with listening() as stop:

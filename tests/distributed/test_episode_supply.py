@@ -13,7 +13,7 @@ from agent_case import PROMPTS, SAMPLING, local_engine
 from ranks import start_ranks
 
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.program import opening_of
+from mppo.agents.episode_program import opening_of
 from mppo.batch.episode import EpisodeResult
 from mppo.hub.builtin import byte_tokenizer
 from mppo.recipe.sections.agent import AgentConfig

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vocabulary_kl import full_kl
 
-from mppo.algos.packing import select_sequences
+from mppo.algos.token_axis import select_sequences
 from mppo.batch.prompt import Prompt
 from mppo.data.loader import PromptLoader
 from mppo.data.source import PromptSet

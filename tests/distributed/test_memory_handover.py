@@ -23,9 +23,9 @@ from ranks import start_ranks
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
-from mppo.rollout.sglang.api import SGLangApi
-from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 
 GPU, RESIDENT, BUILD, ACTIVATIONS, STREAM = 80.0, 45.0, 20.0, 30.0, 5.0

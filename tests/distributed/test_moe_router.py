@@ -50,7 +50,7 @@ class Routed:
 
 def _route(case: Case, folder, registry) -> Routed:
     """Call the first router of a role, outside its model."""
-    from mppo.models.attention.packing import MicroRouting, Packing
+    from mppo.models.attention.packed_sequences import MicroRouting, Packing
     from mppo.models.moe.router import moe_layers
 
     role = build_role(case, folder, registry)

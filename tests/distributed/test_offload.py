@@ -149,7 +149,7 @@ def _run(info, out: Path, overrides: list[str], stop_at: str | None = None) -> A
     from mppo.supervision import stop_request
     from mppo.supervision.stop_request import listening
     from mppo.trainer.loop import train
-    from mppo.trainer.residency import RolePlacement
+    from mppo.trainer.role_moves import RolePlacement
     from mppo.trainer.run import Run
     from mppo.trainer.run_setup import build_run
 

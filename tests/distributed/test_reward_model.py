@@ -56,7 +56,7 @@ def _rank(rank: int, folder: Path) -> None:
     from mppo.recipe.sections.megatron import MegatronConfig
     from mppo.recipe.sections.role_config import RoleConfig
     from mppo.recipe.sections.roles import BatchingConfig
-    from mppo.rewards.reward_model.scorer import model_scores, scoring_batch
+    from mppo.rewards.reward_model.model_scorer import model_scores, scoring_batch
 
     def shared(texts: list[torch.Tensor]):
         """Two texts at home on the second rank, then one on the first, and so on."""

@@ -19,7 +19,7 @@ from mppo.rewards.early import EarlyScores
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import Scorer
 from mppo.rewards.scores import read_scores
-from mppo.trainer.validation.stage import sample_lines
+from mppo.trainer.validation.validation_stage import sample_lines
 
 PROMPTS = [Prompt(uid, (1,), "t", "", "p") for uid in range(5)]
 

@@ -17,7 +17,7 @@ from mppo.parallel.collectives import all_gather_varlen
 from mppo.parallel.partition import partition
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.local.local_engine import LocalEngine
 from mppo.rollout.response_gather import gather_episodes, left_over
 from mppo.rollout.sglang.generation import take_up
 

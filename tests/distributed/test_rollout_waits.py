@@ -98,7 +98,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def clock(monkeypatch) -> None:
     """Limits are of the time that the server counts."""
-    for module in ("mppo.safety.bounded_http", "mppo.rollout.sglang.api"):
+    for module in ("mppo.safety.bounded_http", "mppo.rollout.sglang.server_api"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=_Server.clock))
 
 

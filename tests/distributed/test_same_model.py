@@ -23,7 +23,7 @@ from mppo.batch.prompt import Prompt
 from mppo.models.transformers_model import empty_model, load_model
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.local.local_engine import LocalEngine
 
 TOLERANCE = 1e-5
 """Tolerance in nats for one token's log-probability in float32."""

@@ -243,7 +243,7 @@ def shared_message_groups(registry) -> list[tuple[str, str]]:
 
 
 def _updates(case: Update, kind: str, folder: Path, registry) -> dict:
-    from mppo.recipe.schedule import streams_forward
+    from mppo.recipe.schedule_kind import streams_forward
 
     roles, experience_of = _begin(case, kind, folder, registry)
     metrics = []
@@ -272,7 +272,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
     from mppo.recipe.load import load_recipe
     from mppo.trainer.advantages import estimate
     from mppo.trainer.forward_phase import ForwardPhase
-    from mppo.trainer.roles import Roles
+    from mppo.trainer.run_roles import Roles
 
     overrides = [*COMMON, f"model.path={folder / case.model}", *case.overrides]
     if case.beside is not None:
@@ -292,7 +292,7 @@ def _begin(case: Update, kind: str, folder: Path, registry):
 
 
 def _update_phase(roles, experience, step: int):
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     return UpdatePhase(roles, experience, step, actor_frozen=False)
 

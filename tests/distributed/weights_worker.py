@@ -140,7 +140,7 @@ def run_case(case: Case, folder: Path, registry, world: int) -> dict[str, Any]:
 
 def whole_logits(stages, layout, groups, config, packed: list[torch.Tensor]) -> torch.Tensor:
     """Logits ``[T, vocab]`` on every rank: chunks run in order and pass on hidden states."""
-    from mppo.models.attention.packing import pack_sequences
+    from mppo.models.attention.packed_sequences import pack_sequences
 
     tokens = torch.cat(packed)
     packing = pack_sequences(torch.tensor([0, *map(len, packed)]).cumsum(0))

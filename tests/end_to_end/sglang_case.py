@@ -16,10 +16,10 @@ from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
-from mppo.rollout.local.engine import LocalEngine
-from mppo.rollout.sglang.engine import SGLangEngine
+from mppo.rollout.local.local_engine import LocalEngine
 from mppo.rollout.sglang.server_options import own_server
 from mppo.rollout.sglang.server_process import ServerProcess
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 
 needs_sglang = pytest.mark.skipif(

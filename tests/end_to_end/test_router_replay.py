@@ -56,7 +56,7 @@ def _role(folder: Path, replay: str, registry):
 
     from mppo.models.role import Role
     from mppo.recipe.sections.megatron import MegatronConfig
-    from mppo.recipe.sections.optimizer import OptimConfig
+    from mppo.recipe.sections.optim import OptimConfig
     from mppo.recipe.sections.role_config import RoleConfig
     from mppo.recipe.sections.roles import BatchingConfig
 
@@ -131,9 +131,9 @@ def _run(rank: int, server: Server, folder: Path) -> None:
     from mppo.parallel.groups import GroupRegistry
     from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
     from mppo.rollout.engine import GenerationRequest
-    from mppo.rollout.sglang.engine import SGLangEngine
     from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
     from mppo.rollout.sglang.server_response import routing_shape
+    from mppo.rollout.sglang.sglang_engine import SGLangEngine
 
     dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
     os.environ[API_KEY_VARIABLE] = KEY

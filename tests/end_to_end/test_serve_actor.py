@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mppo.hub.builtin import resolve_model
 from mppo.parallel.addresses import free_port
 from mppo.recipe.sections.rollout import SamplingConfig
-from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import JsonClient
+from mppo.rollout.sglang.server_api import SGLangApi, sampling_parameters
 from mppo.train import main as train
 
 pytestmark = [pytest.mark.server, needs_sglang]

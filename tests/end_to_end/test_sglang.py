@@ -30,9 +30,9 @@ from mppo.checkpoint import responses
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest as Request
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.sync import TensorTransport
 from mppo.safety.temporary import own_folder

@@ -80,7 +80,7 @@ def _engine(
     """An engine of this rank for a case's servers."""
     from transformers import AutoConfig
 
-    from mppo.rollout.sglang.engine import SGLangEngine
+    from mppo.rollout.sglang.sglang_engine import SGLangEngine
 
     return SGLangEngine(
         folder / case.family,
@@ -203,7 +203,7 @@ def _gap(engine, role) -> tuple[float, int]:
 def _first_samples(engine) -> list[list[list[int]]]:
     """Samples of one prompt that each server generates in one batch, before it serves others."""
     from mppo.parallel.collectives import all_gather_objects
-    from mppo.rollout.sglang.api import MEMORY_TAGS
+    from mppo.rollout.sglang.server_api import MEMORY_TAGS
 
     engine.fleet.wake(MEMORY_TAGS)
     sampling = {"max_new_tokens": 8, "ignore_eos": True}

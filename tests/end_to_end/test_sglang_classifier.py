@@ -13,7 +13,7 @@ from sglang_case import SIZES, START_S, needs_sglang
 from mppo.batch.prompt import Prompt
 from mppo.hub.builtin import load_tokenizer, read_model_config, resolve_model
 from mppo.recipe.sections.reward import RewardConfig
-from mppo.rewards.remote.reward import build_remote_reward
+from mppo.rewards.remote.remote_reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rollout.sglang.server_options import server_environment, server_options
 

@@ -29,10 +29,10 @@ from sglang_case import START_S, TOLERANCE, needs_sglang, own
 from mppo.models.transformers_model import load_model
 from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import WeightSource
-from mppo.rollout.sglang.engine import SGLangEngine
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE
 from mppo.rollout.sglang.model_support import engine_issues
 from mppo.rollout.sglang.server_options import HOST, server_environment, server_options
+from mppo.rollout.sglang.sglang_engine import SGLangEngine
 from mppo.weights.bucket import WeightBucket
 
 pytestmark = [pytest.mark.server, needs_sglang, pytest.mark.usefixtures("forks_servers")]

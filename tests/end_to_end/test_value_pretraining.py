@@ -18,7 +18,7 @@ import mppo
 from checkpoints_convert.commands import megatron_to_hf
 from checkpoints_convert.job import Ranks
 from mppo.hub.builtin import resolve_model
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 
 def recipe(name, *more):
     return mppo.load(

@@ -16,7 +16,7 @@ def test_flash_attention_equals_sdpa(monkeypatch, lengths, window):
 
     from mppo.models.attention import flash
     from mppo.models.attention.core import PackedAttention
-    from mppo.models.attention.packing import pack_sequences
+    from mppo.models.attention.packed_sequences import pack_sequences
 
     config = TransformerConfig(
         num_layers=1,

@@ -80,7 +80,7 @@ PROOFS: dict[str, str] = {
 
 NAMES: dict[str, str] = {
     "docs/adding_a_family.md": "from types import SimpleNamespace\n"
-    "from mppo.weights.rows import Row\nshape = SimpleNamespace(head_dim=8)\n",
+    "from mppo.weights.table_rows import Row\nshape = SimpleNamespace(head_dim=8)\n",
     "docs/data_and_rewards.md": "NEWLINE = 13\ndef check_step(text, number):\n    return 0.5\n",
 }
 """By page: Python that defines the names which its snippets take for granted."""

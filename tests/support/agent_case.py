@@ -16,7 +16,7 @@ from mppo.hub.builtin import byte_tokenizer
 from mppo.recipe.sections.agent import AgentConfig
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import RolloutEngine
-from mppo.rollout.local.engine import LocalEngine
+from mppo.rollout.local.local_engine import LocalEngine
 
 MODEL = {
     "vocab_size": 260,

@@ -15,7 +15,7 @@ from torch import Tensor
 from mppo.checkpoint.checkpointer import Checkpointer
 from mppo.checkpoint.writer import HostBuffers, SaveJob, SaveThread
 from mppo.trainer.run import Run
-from mppo.trainer.update.phase import UpdatePhase
+from mppo.trainer.update.update_stage import UpdatePhase
 
 
 class _DelayedBuffers(HostBuffers):

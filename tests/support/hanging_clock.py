@@ -10,14 +10,14 @@ from mppo.rewards.workers import pool
 
 CLOCK = """
 import os, types
-from mppo.rewards.workers import server
+from mppo.rewards.workers import worker_server
 now = 0.0
 def monotonic():
     global now
     if any(os.path.exists("/proc/" + pid) for pid in os.listdir({folder!r})):
         now += 1e6
     return now
-server.time = types.SimpleNamespace(monotonic=monotonic)
+worker_server.time = types.SimpleNamespace(monotonic=monotonic)
 """
 HANG = """
 def hang():

@@ -10,8 +10,8 @@ with warnings.catch_warnings():
     from mppo.parallel import device
 
     device.prepare_megatron()
-    import mppo.rollout.local.engine
-    import mppo.rollout.sglang.engine
+    import mppo.rollout.local.local_engine
+    import mppo.rollout.sglang.sglang_engine
     import mppo.trainer.run_setup  # noqa: F401
 
 gc.collect()

@@ -16,9 +16,9 @@ import pytest
 import torch
 from agent_case import OPENING, PROMPTS, SAMPLING, local_engine
 
-from mppo.agents.build import build_agent
+from mppo.agents.build_agent import build_agent
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.program import read_episode_result
+from mppo.agents.episode_program import read_episode_result
 from mppo.batch.episode import NO_WEIGHTS
 from mppo.hub.builtin import byte_tokenizer
 from mppo.recipe.errors import ConfigError
@@ -296,7 +296,7 @@ def test_processes_end_with_the_rank(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, signal, subprocess, sys\n"
-        "from mppo.agents.program import child_command\n"
+        "from mppo.agents.episode_program import child_command\n"
         "code = 'import os, time; os.fork(); time.sleep(1000)'\n"
         "sleeper = [sys.executable, '-c', code, 'SLEEPER']\n"
         "child = subprocess.Popen(child_command(sleeper))\n"

@@ -19,8 +19,8 @@ import pytest
 from open_endpoint import assert_exact, open_endpoint
 from policy_generator import DictatedGenerator
 
-from mppo.agents.build import build_agent
-from mppo.agents.program import read_episode_result
+from mppo.agents.build_agent import build_agent
+from mppo.agents.episode_program import read_episode_result
 from mppo.batch.prompt import Prompt
 from mppo.data.verifiers_environment import environment_rows
 from mppo.parallel.addresses import free_port

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from agent_case import OPENING, PROMPTS, SAMPLING, local_engine
 
-from mppo.agents.build import build_agent
+from mppo.agents.build_agent import build_agent
 from mppo.agents.episode_engine import EpisodeEngine
 from mppo.agents.running_episodes import use_metrics
 from mppo.agents.turn_queue import Drawing, TurnQueue
@@ -18,7 +18,7 @@ from mppo.batch.episode import NO_WEIGHTS, Episode, EpisodeUse
 from mppo.hub.builtin import byte_tokenizer
 from mppo.recipe.load import load_recipe
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.local.engine import LocalTurns
+from mppo.rollout.local.local_engine import LocalTurns
 from mppo.rollout.response_gather import AnsweredPrompts
 from mppo.rollout.turns import EngineLost
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mppo.algos.advantages import (
+from mppo.algos.gae import (
     gae,
     length_adaptive_lambda,
     reward_to_go,

@@ -18,7 +18,7 @@ from mppo.algos.masked import (
     sequence_moments,
     sequence_sum,
 )
-from mppo.algos.packing import select_cu_seqlens, select_sequences
+from mppo.algos.token_axis import select_cu_seqlens, select_sequences
 
 MODES = (
     "token-mean",

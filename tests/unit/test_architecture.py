@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,9 +31,9 @@ PURE = frozenset(
         "mppo.parallel.layout", "mppo.parallel.partition",
         "mppo.pipeline.actions", "mppo.pipeline.simulation", "mppo.pipeline.streams",
         "mppo.pipeline.schedule",
-        "mppo.pipeline.checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
+        "mppo.pipeline.schedule_checks", "mppo.pipeline.deadlock", "mppo.pipeline.routes",
         "mppo.pipeline.stage_events",
-        "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.rows",
+        "mppo.weights.blocks", "mppo.weights.names", "mppo.weights.table_rows",
         "mppo.weights.table",
         "mppo.weights.model_folder", "mppo.weights.hf.config_file",
         "mppo.weights.torch_dist.contents",
@@ -146,6 +147,11 @@ def test_every_room_and_module_has_its_layer():
     found = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py."))}
     found |= {path.name for path in EXTRAS}
     assert found == set.union(*LAYERS)
+
+
+def test_no_two_files_have_one_name():
+    names = Counter((module.split(".")[0], path.name) for module, path in modules().items())
+    assert {name for (_, name), count in names.items() if count > 1} == {"__init__.py"}
 
 
 def test_parallel_imports_no_formula_and_no_recipe():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mppo.cpu import bfloat16
-from mppo.rollout.local.engine import compute_dtype
+from mppo.rollout.local.local_engine import compute_dtype
 
 products = pytest.mark.skipif(
     "mm" not in bfloat16.slow_operators(),

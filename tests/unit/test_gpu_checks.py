@@ -14,7 +14,7 @@ import torch
 from launched_run import LaunchedRun
 
 from mppo.hub.builtin import read_model_config
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.trainer.start.loading import load_checked
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from mppo.models.families.family import gelu_tanh
 from mppo.recipe.load import load_recipe
 from mppo.recipe.model_shape import check_model_type, model_shape
 from mppo.rollout.sglang.model_support import engine_issues
-from mppo.weights.load import is_extra_layer
+from mppo.weights.load_stages import is_extra_layer
 from mppo.weights.names import HFNames, hf_names
 
 

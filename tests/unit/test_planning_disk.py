@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from mppo.hub.builtin import read_model_config, resolve_model
-from mppo.planning.disk import (
+from mppo.planning.checkpoint_space import (
     checkpoint_bytes,
     describe_checkpoints,
     disk_warning,
     host_copy_bytes,
     host_copy_warning,
 )
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.recipe.load import load_recipe
 from mppo.train import main
 

@@ -21,8 +21,8 @@ from mppo.planning.fit import (
 )
 from mppo.planning.host import ENGINE_PROCESS, PROCESS, host_issue, host_need, memory_warnings
 from mppo.planning.outside import LEAST_SEQUENCES
-from mppo.planning.plan import plan_roles
 from mppo.planning.residency import GENERATION, TRAINED_PARTS, residency
+from mppo.planning.run_plan import plan_roles
 from mppo.planning.verdict import EXIT_TOO_LARGE, judge, planned_moments
 from mppo.recipe.errors import ConfigError
 from mppo.recipe.gpu_types import GIB, GPU_TYPES, GpuType

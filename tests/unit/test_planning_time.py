@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 import mppo
 from mppo.batch.microbatches import MicroBatchLimits
-from mppo.planning.disk import checkpoint_bytes
+from mppo.planning.checkpoint_space import checkpoint_bytes
+from mppo.planning.time.collective_time import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.cost import LAUNCH, Cost
-from mppo.planning.time.generation import ENGINE, EnginePasses, Servers, decode_responses
+from mppo.planning.time.generation_time import ENGINE, EnginePasses, Servers, decode_responses
 from mppo.planning.time.kernels import Scaled
 from mppo.planning.time.layer import ATTENTION_BACKWARD, DecoderLayer, gemms
 from mppo.planning.time.lengths import quantiles, scattered
-from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.picture import draw_step, group_bars, rank_groups
 from mppo.planning.time.role_load import TRAINER, AgentTurns, RolePasses, StepSequences
 from mppo.planning.time.step import (

@@ -15,7 +15,7 @@ from random_dump import write_dump
 import mppo
 from mppo.plan import main
 from mppo.planning.time import library
-from mppo.planning.time.generation import ENGINE, EnginePasses, Servers
+from mppo.planning.time.generation_time import ENGINE, EnginePasses, Servers
 from mppo.planning.time.recipe import recipe_sequences
 from mppo.planning.time.role_load import AgentTurns
 from mppo.planning.time.upkeep import Upkeep, check_upkeep

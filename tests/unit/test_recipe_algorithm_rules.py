@@ -2,11 +2,11 @@
 
 import pytest
 
-from mppo.recipe.rules import algorithm
+from mppo.recipe.rules import algorithm_rules
 from mppo.recipe.rules.rule import RULES, RuleContext
 from mppo.recipe.schema import Recipe
 
-OWN = [function for _, function in RULES if function.__module__ == algorithm.__name__]
+OWN = [function for _, function in RULES if function.__module__ == algorithm_rules.__name__]
 
 
 def faults_of(**sections):

@@ -15,7 +15,7 @@ from mppo.planning.memory import (
     role_memory,
     stage_layers,
 )
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.recipe.checks import check_recipe
 from mppo.recipe.errors import ConfigError
 from mppo.recipe.load import load_recipe

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from mppo.hub.builtin import resolve_model
 from mppo.planning.describe import describe_plan
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.recipe.document import parse_yaml
 from mppo.recipe.load import load_recipe
 from mppo.recipe.rules.rule import world_size_of

@@ -10,9 +10,9 @@ from test_recipe_checks import DENSE, PP
 from transformers import LlamaConfig
 
 from mppo.planning.describe import describe_plan
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.recipe.load import load_recipe
-from mppo.recipe.schedule import schedule_kind, streams_forward
+from mppo.recipe.schedule_kind import schedule_kind, streams_forward
 
 REFUSED = [
     ("no such kind", "trainer.schedule=zero_bubble",

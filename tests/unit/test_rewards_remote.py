@@ -10,7 +10,7 @@ import pytest
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.cache import ScoreCache
-from mppo.rewards.remote.reward import CircuitBreaker, build_remote_reward
+from mppo.rewards.remote.remote_reward import CircuitBreaker, build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scores import FailedScore, read_scores
 

@@ -15,7 +15,7 @@ from faulty_reward_server import true_score
 from mppo.batch.prompt import Prompt
 from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.recipe.sections.reward import RewardConfig
-from mppo.rewards.remote.reward import build_remote_reward
+from mppo.rewards.remote.remote_reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scores import read_scores
 

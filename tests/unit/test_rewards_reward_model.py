@@ -18,7 +18,11 @@ from mppo.recipe.sections.reward import RewardConfig
 from mppo.recipe.sections.reward_model import RewardModelNormalization
 from mppo.rewards.division import ScoringError
 from mppo.rewards.early import EarlyScores
-from mppo.rewards.reward_model.scorer import RewardModelScale, reward_model_texts, scoring_batch
+from mppo.rewards.reward_model.model_scorer import (
+    RewardModelScale,
+    reward_model_texts,
+    scoring_batch,
+)
 from mppo.rewards.scorer import Scorer, build_scorer
 from mppo.rewards.scores import ModelScore
 

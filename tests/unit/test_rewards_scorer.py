@@ -13,7 +13,7 @@ from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.division import ScoringError
 from mppo.rewards.scorer import build_scorer, overlong_penalty
 from mppo.trainer.metrics import reward_metrics
-from mppo.trainer.validation.metrics import validation_metrics
+from mppo.trainer.validation.validation_metrics import validation_metrics
 
 EOS = 2
 

@@ -24,10 +24,10 @@ from mppo.rewards.function import FunctionReward
 from mppo.rewards.response import Response
 from mppo.rewards.rules import RuleReward
 from mppo.rewards.scores import FailedScore, Unscored, read_scores
-from mppo.rewards.workers import server
+from mppo.rewards.workers import worker_server
 from mppo.rewards.workers.pool import WorkerPool
-from mppo.rewards.workers.server import Worker, WorkerServer
 from mppo.rewards.workers.worker import ScoringTask
+from mppo.rewards.workers.worker_server import Worker, WorkerServer
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = """
@@ -182,8 +182,8 @@ def test_after_a_timeout_the_next_response_gets_half_the_time(monkeypatch):
         subject._workers.remove(one)
         ended.append(clock[0])
 
-    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(server, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(worker_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(worker_server, "select", SimpleNamespace(select=wait))
     with tempfile.TemporaryFile() as replies:
         subject = WorkerServer(ScoringTask("builtins:len"), 1, replies.fileno())
         monkeypatch.setattr(subject, "_fork", fork)

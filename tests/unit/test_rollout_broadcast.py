@@ -6,7 +6,7 @@ import pytest
 import torch
 from hostile_server import hostile_server, request_of, says
 
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.transport.broadcast import DistributedTransport
 
 LONG_S = 3600.0

@@ -17,11 +17,11 @@ from hostile_server import echoes, endless, hostile_server, raw, says
 from test_rollout_server_process import CONFIG, process_server
 
 from mppo.recipe.sections.rollout import RolloutConfig
-from mppo.rollout.sglang import api
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang import server_api
 from mppo.rollout.sglang.fleet import API_KEY_VARIABLE, Fleet
 from mppo.rollout.sglang.http_client import JsonClient, RequestRefused, ServerLost
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_options import (
     is_ours,
 )
@@ -61,7 +61,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch) -> None:
-    monkeypatch.setattr(api, "_QUICK_S", 60.0)
+    monkeypatch.setattr(server_api, "_QUICK_S", 60.0)
 
 
 @pytest.fixture
@@ -163,7 +163,9 @@ def test_a_server_that_is_never_idle_is_lost(monkeypatch) -> None:
     def sleep(seconds: float) -> None:
         clock[0] += 40.0
 
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(
+        server_api, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    )
     busy = says(b"pending requests", status=b"400 Bad Request")
     with hostile_server(busy) as url, pytest.raises(ServerLost, match="is not idle within 60 s"):
         SGLangApi(url, None, 60.0).wait_until_idle(60.0)

@@ -12,7 +12,7 @@ from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import SamplingConfig
 from mppo.rollout.engine import GenerationRequest
 from mppo.rollout.local import decoding
-from mppo.rollout.local.engine import LocalEngine, compute_dtype, stop_tokens
+from mppo.rollout.local.local_engine import LocalEngine, compute_dtype, stop_tokens
 
 SIZES = {
     "vocab_size": 97,

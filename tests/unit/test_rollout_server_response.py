@@ -21,11 +21,11 @@ from mppo.batch.episode import Episode
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from mppo.rollout.engine import GenerationRequest
-from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.requests import Requests
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_response import ServerResponse, parse_responses
 
 VOCABULARY, LIMIT = 100, 5

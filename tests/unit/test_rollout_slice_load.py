@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mppo.rollout.transport.checked_load import BYTES, TABLE, tensor_checksum
 from mppo.rollout.transport.slice_load import MessageRow, PieceRow, load, slice_table
-from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, block_message
+from mppo.weights.slices.message_bytes import ALL_BLOCKS, BLOCK, block_message
 
 COLUMNS = PieceRow("mlp.down_proj.weight", (3, 40), None, 1, 30, (3, 10), "float32", 0)
 EXPERT = PieceRow("mlp.experts.w13_weight", (2, 8, 4), 1, 0, 4, (4, 4), "float32", 128)

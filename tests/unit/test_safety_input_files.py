@@ -13,7 +13,7 @@ from mppo.recipe.document import parse_yaml
 from mppo.recipe.errors import ConfigError
 from mppo.safety.input_files import MAX_DEPTH, inside, open_file, parse_json, read_json
 from mppo.weights.hf.config_file import check_numbers
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 
 MESSAGES = [{"role": "system", "content": "é"}, {"role": "user", "content": "1+1=\n'x'"}]
 TEMPLATE = (

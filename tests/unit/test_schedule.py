@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mppo.pipeline.actions import Action, RoleWork
-from mppo.pipeline.checks import (
+from mppo.pipeline.schedule import forward_list, make_schedule
+from mppo.pipeline.schedule_checks import (
     ScheduleFault,
     check_lists,
     check_schedule,
     checked_schedule,
 )
-from mppo.pipeline.schedule import forward_list, make_schedule
 from mppo.pipeline.stage_events import hang_of
 from mppo.pipeline.streams import KINDS
 

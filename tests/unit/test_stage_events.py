@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from mppo.pipeline import checks
+from mppo.pipeline import schedule_checks
 from mppo.pipeline.actions import Action, RoleWork
-from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.deadlock import Rules, find_hang
 from mppo.pipeline.schedule import forward_list, make_schedule
+from mppo.pipeline.schedule_checks import checked_schedule
 from mppo.pipeline.stage_events import events_of, hang_of
 
 MANY_QUEUES = Rules(queues=32)
@@ -105,7 +105,7 @@ def test_an_invalid_schedule_is_replaced_by_the_sequential_one(monkeypatch):
             schedule.lists[0].remove(Action("step", "actor", 0))
         return schedule
 
-    monkeypatch.setattr(checks, "make_schedule", make_spoiled)
+    monkeypatch.setattr(schedule_checks, "make_schedule", make_spoiled)
     roles = works((2, 2), 3.1)
     schedule, fault = checked_schedule.__wrapped__("flush_free", roles, 2)
     assert (schedule.kind, schedule.lists) == (
@@ -116,5 +116,5 @@ def test_an_invalid_schedule_is_replaced_by_the_sequential_one(monkeypatch):
     assert "missing" in fault
     spoiled.add("sequential")
     checked_schedule.cache_clear()
-    with pytest.raises(checks.ScheduleFault, match="missing"):
+    with pytest.raises(schedule_checks.ScheduleFault, match="missing"):
         checked_schedule.__wrapped__("flush_free", roles, 2)

@@ -17,7 +17,7 @@ from mppo.pipeline.timeline import (
     planned_events,
     read_trace,
 )
-from mppo.report.timeline import main
+from mppo.report.timeline_pictures import main
 
 WORK = (RoleWork("critic", (2, 2), 1.0, 2.0), RoleWork("actor", (3,), 1.5, 2.5))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mini_batch_objectives import policy_objective, value_objective
 
 from mppo import register
-from mppo.algos.packing import select_sequences
+from mppo.algos.token_axis import select_sequences
 from mppo.batch.batch import Batch
 from mppo.batch.head_outputs import PolicyOutputs
 from mppo.batch.outputs import Experience, Outputs

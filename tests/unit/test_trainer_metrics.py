@@ -13,9 +13,9 @@ from mppo.batch.prompt import Prompt
 from mppo.batch.score import ResponseScore
 from mppo.recipe.sections.algorithm import AlgorithmConfig, PFPPOConfig
 from mppo.trainer.advantages import estimate
+from mppo.trainer.batch_selection import resample_experience
 from mppo.trainer.metrics import experience_metrics, mismatch_metrics
-from mppo.trainer.selection import resample_experience
-from mppo.trainer.validation.stage import chosen_samples, is_sample_step
+from mppo.trainer.validation.validation_stage import chosen_samples, is_sample_step
 
 MISMATCH = "training/rollout_logprob_diff_mean"
 

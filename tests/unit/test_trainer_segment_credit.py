@@ -10,7 +10,7 @@ import pytest
 import torch
 from random_outputs import outputs_of
 
-from mppo.algos.advantages import segment_credit, tokens_after
+from mppo.algos.gae import segment_credit, tokens_after
 from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 

@@ -15,7 +15,7 @@ from mppo.recipe.sections.algorithm import (
     PFPPOConfig,
 )
 from mppo.trainer.advantages import estimate
-from mppo.trainer.selection import first_groups, informative_sequences, resample_experience
+from mppo.trainer.batch_selection import first_groups, informative_sequences, resample_experience
 
 
 def test_pf_ppo_resamples_complete_sequences():

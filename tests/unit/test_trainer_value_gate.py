@@ -13,7 +13,7 @@ from random_outputs import outputs_of
 from mppo.planning.residency import WEIGHT_SYNC, used_parts
 from mppo.recipe.errors import ConfigError
 from mppo.recipe.load import load_recipe
-from mppo.recipe.schedule import forward_groups, schedule_kind, update_groups
+from mppo.recipe.schedule_kind import forward_groups, schedule_kind, update_groups
 from mppo.recipe.sections.algorithm import AlgorithmConfig
 from mppo.trainer.advantages import estimate
 from mppo.trainer.metrics import experience_metrics

@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from mppo.trainer.validation.metrics import (
+from mppo.trainer.validation.validation_metrics import (
     attempt_sizes,
     best_at_k,
     majority_at_k,

@@ -11,8 +11,8 @@ from length_judge import LengthJudge, length_judge
 
 from mppo.batch.prompt import Prompt
 from mppo.recipe.errors import ConfigError
-from mppo.rewards.remote.server import RewardServer
-from mppo.trainer.validation.judge import (
+from mppo.rewards.remote.json_exchange import RewardServer
+from mppo.trainer.validation.pair_judge import (
     KEY_VARIABLE,
     Pair,
     combined,

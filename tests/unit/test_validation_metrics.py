@@ -16,8 +16,12 @@ from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.result import read_result
 from mppo.rewards.scorer import build_scorer
 from mppo.rewards.verifiers import extract_answer
-from mppo.trainer.validation.metrics import metrics_table, sample_metrics, validation_metrics
-from mppo.trainer.validation.stage import sample_lines, write_lines
+from mppo.trainer.validation.validation_metrics import (
+    metrics_table,
+    sample_metrics,
+    validation_metrics,
+)
+from mppo.trainer.validation.validation_stage import sample_lines, write_lines
 
 
 def episode(source: str, uid: int, finish: str = "stop", length: int = 3) -> Episode:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints_convert.verify import HOLE
 from mppo.recipe.model_shape import model_shape
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.safetensors_file import make_header, read_header
 from mppo.weights.hf.transfer import Copier, CopyTask, Stretch
 from mppo.weights.table import parameter_table

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from mppo.parallel.layout import Layout
 from mppo.recipe.model_shape import model_shape
-from mppo.weights.load import load_hf_weights
+from mppo.weights.load_stages import load_hf_weights
 from mppo.weights.slots import assert_partition, find_slots
 from mppo.weights.table import parameter_table
 

@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from mppo.parallel.layout import Layout
 from mppo.recipe.model_shape import model_shape
 from mppo.weights.blocks import padded_vocab_size
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.output_folder import create_files, plan_places
 from mppo.weights.hf.transfer import Copier
-from mppo.weights.load import load_hf_weights
+from mppo.weights.load_stages import load_hf_weights
 from mppo.weights.table import LAYER, Entry, parameter_table
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.conversion import Share, plan_hf, plan_megatron

@@ -22,7 +22,7 @@ from mppo.hub.builtin import load_tokenizer, resolve_model
 from mppo.recipe import extras
 from mppo.recipe.extras import PROGRAM_ROUTES
 from mppo.recipe.sections.reward import RewardConfig
-from mppo.rewards.remote.reward import build_remote_reward
+from mppo.rewards.remote.remote_reward import build_remote_reward
 from mppo.rewards.response import Response
 from mppo.rewards.scorer import build_reward_function
 from mppo.rewards.scores import FailedScore, read_scores

@@ -20,11 +20,11 @@ from mppo.parallel.layout import Layout
 from mppo.planning.memory import role_stage_layers
 from mppo.recipe.model_shape import model_shape
 from mppo.recipe.sections.role_config import RoleConfig
-from mppo.trainer import roles
+from mppo.trainer import run_roles
 from mppo.weights import stream
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
-from mppo.weights.load import load_hf_weights
+from mppo.weights.load_stages import load_hf_weights
 from mppo.weights.table import parameter_table
 from mppo_simulate.expert_choices import ExpertChoices
 from mppo_simulate.gpu import attention_kernels, norm_kernel
@@ -75,7 +75,7 @@ def install(
         return load_hf_weights(folder, chunks, hf_config, groups.layout, groups.coordinates)
 
     role_weights.load_weights = load_weights
-    roles.resolve_model = lambda path, seed=0: Path(path)
+    run_roles.resolve_model = lambda path, seed=0: Path(path)
     case, hf_config = cases["actor"]
     everyone = stage_holdings(case, hf_config, world_size)
 

@@ -48,7 +48,7 @@ def run_program(config: Path | None, overrides: Sequence[str], options: Options)
     for remark in configs.remarks:
         exit_report.say(remark)
     if options.all:
-        from mppo_simulate.together.run import simulate_all
+        from mppo_simulate.together.together_run import simulate_all
 
         return 0 if simulate_all(recipe, configs, world_size, gpu, options) else EXIT_FINDING
     from mppo_simulate.run import simulate_run

@@ -33,7 +33,7 @@ from mppo_simulate.records import RankRecord
 
 if TYPE_CHECKING:
     from mppo.models.role import Role
-    from mppo.trainer.roles import Roles
+    from mppo.trainer.run_roles import Roles
 
 _STEP = re.compile(r", step (\d+)")
 LOWEST_PEAK = 0.6
@@ -200,7 +200,7 @@ class _Simulation:
     def build(self) -> None:
         """Build the roles as ``mppo.trainer.run_setup`` does."""
         from mppo.parallel.groups import GroupRegistry
-        from mppo.trainer.roles import Roles
+        from mppo.trainer.run_roles import Roles
 
         recipe = by_role(self.case.recipe)
         self.roles: Roles = Roles(
@@ -218,10 +218,10 @@ class _Simulation:
 
     def step(self, step: int) -> None:
         """Run an iteration as ``mppo.trainer.loop`` does, from responses to weight sync."""
-        from mppo.rewards.reward_model.scorer import SCORING, model_scores, scoring_batch
+        from mppo.rewards.reward_model.model_scorer import SCORING, model_scores, scoring_batch
         from mppo.trainer.advantages import estimate, kl_controller
         from mppo.trainer.forward_phase import ForwardPhase
-        from mppo.trainer.update.phase import UpdatePhase
+        from mppo.trainer.update.update_stage import UpdatePhase
 
         self.counters.clear()
         recipe = self.case.recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mppo.planning.time.describe import columns
+from mppo.planning.time.step_text import columns
 from mppo.recipe.gpu_types import GIB
 from mppo.recipe.schema import Recipe
 from mppo_simulate.gpu.counters import Collective

@@ -7,7 +7,7 @@ from functools import partial
 
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import plan_fit
-from mppo.planning.plan import plan_roles, with_token_budgets
+from mppo.planning.run_plan import plan_roles, with_token_budgets
 from mppo.planning.verdict import describe_verdict, judge
 from mppo.recipe.gpu_types import GpuType
 from mppo.recipe.schema import Recipe
@@ -72,7 +72,7 @@ def ranks_to_simulate(recipe: Recipe, world_size: int, options: Options) -> list
 def import_simulated_code() -> None:
     """Import the simulated code once; the processes forked from this one share it."""
     import mppo.checkpoint.role_state
-    import mppo.trainer.update.phase  # noqa: F401
+    import mppo.trainer.update.update_stage  # noqa: F401
 
 
 def _result(case: RankCase, quick: bool) -> RankResult:

@@ -22,7 +22,7 @@ from mppo_simulate.quick import with_layers
 from mppo_simulate.rank import simulate_rank
 from mppo_simulate.records import RankRecord
 from mppo_simulate.together.findings import find
-from mppo_simulate.together.run import rules_of
+from mppo_simulate.together.together_run import rules_of
 from planted_mistakes import MISTAKES
 from simulated import loaded, sized, small_case
 
@@ -130,7 +130,7 @@ def recorded(
     import mppo_simulate.other_ranks  # noqa: F401  first: it keeps what the mistake replaces
 
     from mppo.models import offload
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     offload.AHEAD = 0  # else so small a model keeps all activations
     early()

@@ -166,7 +166,7 @@ def maximum_instead_of_sum() -> None:
 
 @planted("two roles", 1)
 def roles_in_another_order() -> None:
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     plain = UpdatePhase.__init__
 
@@ -180,8 +180,8 @@ def roles_in_another_order() -> None:
 @planted("two roles", 1)
 def update_ended_by_one_rank() -> None:
     from mppo.supervision.stop_request import StepInterrupted
-    from mppo.trainer.update.phase import UpdatePhase
     from mppo.trainer.update.streamed import StreamedUpdate
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     plain = StreamedUpdate.take_step
 
@@ -200,7 +200,7 @@ def update_ended_by_one_rank() -> None:
 
 @planted("one role", 0)
 def barrier_of_the_first_rank() -> None:
-    from mppo.trainer.update.phase import UpdatePhase
+    from mppo.trainer.update.update_stage import UpdatePhase
 
     plain = UpdatePhase.metrics
 

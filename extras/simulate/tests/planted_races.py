@@ -206,7 +206,7 @@ def pinned_tokens_overwritten_while_they_are_copied() -> None:
 @planted("one role", 0)
 def weights_leave_before_they_are_sent() -> None:
     from mppo.planning.residency import GENERATION
-    from mppo.trainer.residency import RolePlacement
+    from mppo.trainer.role_moves import RolePlacement
 
     @contextmanager
     def sending_weights(self: Any) -> Any:

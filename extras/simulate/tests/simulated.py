@@ -37,8 +37,8 @@ from simulated_resume import saved_and_loaded
 from mppo.hub.model_config import ModelConfigs
 from mppo.planning.fit import NOTHING, plan_fit, planned_gpu
 from mppo.planning.peaks import RankUse
-from mppo.planning.plan import plan_roles, plan_use
 from mppo.planning.residency import ON_DEVICE, Residency, residency
+from mppo.planning.run_plan import plan_roles, plan_use
 from mppo.planning.verdict import describe_verdict, judge
 from mppo.recipe.gpu_types import find_gpu
 from mppo.recipe.rules.rule import world_size_of

@@ -23,7 +23,7 @@ from planned_time import PEAK
 from recipe_list import ALIKE, FULL_DEPTH, simulated_recipes
 from simulated import recipe_case, shallow
 
-from mppo.planning.plan import plan_roles
+from mppo.planning.run_plan import plan_roles
 from mppo.planning.time.recipe import recipe_load
 from mppo.planning.time.role_load import RolePasses, StepSequences
 

@@ -17,8 +17,8 @@ from mppo.agents.endpoint.ask import HttpReply
 from mppo.agents.endpoint.calls import ClientGone
 from mppo.agents.endpoint.chat import answer_chat, answer_completion
 from mppo.agents.endpoint.messages import read_messages, read_tools
+from mppo.agents.endpoint.openai_responses import answer_response
 from mppo.agents.endpoint.refusal import INVALID_KEY, Refusal, invalid
-from mppo.agents.endpoint.responses import answer_response
 from mppo.agents.endpoint.session import Session
 from mppo.agents.endpoint.sessions import EpisodeRecord, Sessions, same
 from mppo.rollout.turns import EngineLost

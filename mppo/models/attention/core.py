@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mppo.models.attention import flash
 from mppo.models.attention.block import BlockAttention
 from mppo.models.attention.context import ContextPlace, ContextRows, ContextSplit, sequence_order
-from mppo.models.attention.packing import AttentionRows, Packing
+from mppo.models.attention.packed_sequences import AttentionRows, Packing
 from mppo.models.attention.ring import ring_attention
 from mppo.parallel import device
 from mppo.safety.input_error import InputError

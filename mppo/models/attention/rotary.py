@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mppo.models.attention.packing import Packing
+from mppo.models.attention.packed_sequences import Packing
 
 
 class PackedRotary(torch.nn.Module):

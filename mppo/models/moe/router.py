@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mppo.models.attention.packing import MicroRouting, Packing
+from mppo.models.attention.packed_sequences import MicroRouting, Packing
 from mppo.parallel.layout import Layout
 
 

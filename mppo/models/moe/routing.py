@@ -20,11 +20,11 @@ from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mppo.algos.packing import sequence_token_indices
+from mppo.algos.token_axis import sequence_token_indices
 from mppo.batch.batch import Sequences, unknown_expert
 from mppo.batch.gathers import sequence_digests
 from mppo.batch.microbatches import MicroBatchPlan
-from mppo.models.attention.packing import MicroRouting
+from mppo.models.attention.packed_sequences import MicroRouting
 from mppo.models.microbatch import MicroBatch, select_held
 from mppo.models.moe.router import AuxiliaryLoss, routers
 from mppo.parallel import device

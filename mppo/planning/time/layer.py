@@ -8,9 +8,9 @@ from functools import cached_property
 from math import ceil
 
 from mppo.parallel.layout import Layout
+from mppo.planning.time.collective_time import Group, collective_seconds
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Collective, Kernels
-from mppo.planning.time.links import Group, collective_seconds
 from mppo.recipe.model_shape import ModelShape
 
 BYTES = 2

@@ -14,13 +14,13 @@ from mppo.planning.fit import Fit, copied_bytes
 from mppo.planning.flops import model_flops
 from mppo.planning.memory import experts_per_token
 from mppo.planning.outside import own_kv_tokens
-from mppo.planning.plan import RolePlan
-from mppo.planning.time.generation import Servers
+from mppo.planning.run_plan import RolePlan
+from mppo.planning.time.generation_time import Servers
 from mppo.planning.time.role_load import ONE_TURN, AgentTurns, RoleLoad, StepSequences
 from mppo.planning.time.step import StepLoad
 from mppo.recipe.errors import ConfigError, ConfigIssue
-from mppo.recipe.rules.engine import sglang_options
-from mppo.recipe.schedule import schedule_kind, streams_forward
+from mppo.recipe.rules.engine_rules import sglang_options
+from mppo.recipe.schedule_kind import schedule_kind, streams_forward
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.role_config import RoleConfig
 

@@ -11,11 +11,11 @@ from math import ceil
 from mppo.batch.microbatches import MicroBatchLimits, plan_microbatches
 from mppo.parallel.layout import Layout
 from mppo.planning.flops import ModelFlops
+from mppo.planning.time.collective_time import Group, collective_seconds, message_seconds
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, DecoderLayer, gemms, streamed
 from mppo.planning.time.lengths import quantiles
-from mppo.planning.time.links import Group, collective_seconds, message_seconds
 from mppo.recipe.model_shape import ModelShape
 
 _FLOAT = 4

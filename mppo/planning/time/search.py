@@ -11,9 +11,9 @@ from typing import Any
 from mppo.planning.fit import Fit, plan_fit
 from mppo.planning.memory import experts_per_token, model_parameters
 from mppo.planning.outside import TRAINER_CONTEXT, own_kv_tokens
-from mppo.planning.plan import RolePlan, plan_roles, with_token_budgets
+from mppo.planning.run_plan import RolePlan, plan_roles, with_token_budgets
 from mppo.planning.time.choice import LayoutChoice, RoleChoice
-from mppo.planning.time.generation import EnginePasses, Servers
+from mppo.planning.time.generation_time import EnginePasses, Servers
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.recipe import recipe_load, with_batching
 from mppo.planning.time.role_load import StepSequences
@@ -22,7 +22,7 @@ from mppo.planning.verdict import describe_verdict
 from mppo.recipe.checks import check_recipe
 from mppo.recipe.gpu_types import GIB, GpuType
 from mppo.recipe.model_shape import model_shape
-from mppo.recipe.schedule import schedule_kind
+from mppo.recipe.schedule_kind import schedule_kind
 from mppo.recipe.schema import Recipe
 from mppo.weights.table import parameter_table
 

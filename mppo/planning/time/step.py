@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.schedule import make_schedule
+from mppo.planning.time.collective_time import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.cost import Cost
-from mppo.planning.time.generation import EnginePasses, GenerationTime, Servers
+from mppo.planning.time.generation_time import EnginePasses, GenerationTime, Servers
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, STREAMED
-from mppo.planning.time.links import EFFICIENCY, Group, collective_seconds
 from mppo.planning.time.role_load import RoleLoad, RolePasses, StepSequences
-from mppo.recipe.schedule import ScheduleKind
+from mppo.recipe.schedule_kind import ScheduleKind
 
 PASSES = {
     "actor": "old log-probabilities",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mppo.planning.disk import checkpoint_bytes, host_copy_bytes
-from mppo.planning.plan import RolePlan
+from mppo.planning.checkpoint_space import checkpoint_bytes, host_copy_bytes
+from mppo.planning.run_plan import RolePlan
+from mppo.planning.time.collective_time import EFFICIENCY
 from mppo.planning.time.kernels import Kernels
-from mppo.planning.time.links import EFFICIENCY
 from mppo.planning.time.step import Phase, StepLoad, predict_generation
 from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.recipe.schema import Recipe

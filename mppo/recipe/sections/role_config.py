@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mppo.recipe.sections.megatron import MegatronConfig
-from mppo.recipe.sections.optimizer import OptimConfig
+from mppo.recipe.sections.optim import OptimConfig
 from mppo.recipe.sections.roles import BatchingConfig, HLGaussConfig, ValueHeadInit
 
 Head = Literal["policy", "value"]

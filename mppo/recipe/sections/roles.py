@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from mppo.recipe.sections.algorithm import KLType
 from mppo.recipe.sections.megatron import MegatronConfig
-from mppo.recipe.sections.optimizer import OptimConfig
+from mppo.recipe.sections.optim import OptimConfig
 from mppo.recipe.sections.registered import check_of, schema_of
 from mppo.recipe.sections.section import Section
 from mppo.register import policy_loss

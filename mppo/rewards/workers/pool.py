@@ -1,7 +1,7 @@
 """Pool of worker processes for scoring, so that no response can block, end or change the trainer.
 
-The trainer starts one process (``mppo.rewards.workers.server``), which forks the workers and kills
-those that exceed the time limit.
+The trainer starts one process (``mppo.rewards.workers.worker_server``), which forks the workers and
+kills those that exceed the time limit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mppo.rewards.scores import Unscored
-from mppo.rewards.workers.server import BATCH, NO_MEMORY, TIMEOUT, UNUSABLE
 from mppo.rewards.workers.worker import LENGTH, ScoringTask
+from mppo.rewards.workers.worker_server import BATCH, NO_MEMORY, TIMEOUT, UNUSABLE
 from mppo.supervision.phase import tick
 
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from mppo.rewards.workers.server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from mppo.rewards.workers.worker_server import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 KEPT_VARIABLES = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME", "TMPDIR", "PYTHONDONTWRITEBYTECODE",
@@ -37,8 +37,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one item: an outcome of ``mppo.rewards.workers.server``, the score (0 if there
-    is none), and further numbers and token rewards as JSON, or why there is no score."""
+    """The result of one item: an outcome of ``mppo.rewards.workers.worker_server``, the score (0 if
+    there is none), and further numbers and token rewards as JSON, or why there is no score."""
 
     outcome: str
     score: float

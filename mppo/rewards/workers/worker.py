@@ -1,4 +1,4 @@
-"""A process that scores responses call by call; ``mppo.rewards.workers.server`` forks it.
+"""A process that scores responses call by call; ``mppo.rewards.workers.worker_server`` forks it.
 
 It reads calls from one pipe, each with the number of its items, and writes a record for each item
 to another, in the same order: a kind, a number and a text of at most ``TEXT_BYTES``.

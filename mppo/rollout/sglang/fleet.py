@@ -25,9 +25,9 @@ from mppo.parallel import device as device_seam
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.report.run_record import RunEvent, append_event
-from mppo.rollout.sglang.api import CUDA_GRAPHS, KV_CACHE, MEMORY_TAGS, WEIGHTS, SGLangApi
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.model_support import OWN_CLASSES
+from mppo.rollout.sglang.server_api import CUDA_GRAPHS, KV_CACHE, MEMORY_TAGS, WEIGHTS, SGLangApi
 from mppo.rollout.sglang.server_options import (
     HOST,
     own_server,

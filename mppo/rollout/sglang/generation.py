@@ -17,9 +17,9 @@ from mppo.rollout.response_gather import (
     gather_episodes,
     left_over,
 )
-from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
 from mppo.rollout.sglang.requests import InFlightRequests, Requests, StragglerAbort
+from mppo.rollout.sglang.server_api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import deal_prompts
 

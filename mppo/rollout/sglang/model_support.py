@@ -27,7 +27,7 @@ from mppo.recipe.model_shape import (
     model_shape,
     rope_parameters,
 )
-from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.rules.engine_rules import sglang_options
 from mppo.recipe.schema import Recipe
 
 _PLAIN_ROPES = ("default", "linear", "llama3", "yarn")

@@ -18,9 +18,9 @@ from typing import Any
 
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank, wait_for_ranks
 from mppo.rollout.response_gather import AnsweredPrompts
-from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.supervision import stop_request
 from mppo.supervision.phase import tick
 from mppo.supervision.stop_request import StepInterrupted

@@ -18,8 +18,7 @@ import yaml
 from mppo.parallel import device
 from mppo.parallel.addresses import free_port
 from mppo.parallel.environment import for_server
-from mppo.recipe.rules.engine import sglang_options
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.recipe.rules.engine_rules import sglang_options
 from mppo.rollout.sglang.http_client import RequestRefused
 from mppo.rollout.sglang.model_support import (
     CAPPED_BACKEND,
@@ -28,6 +27,7 @@ from mppo.rollout.sglang.model_support import (
     OWN_CLASSES,
     sglang_settings,
 )
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.safety.temporary import own_folder, private_file
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mppo.batch.prompt import Prompt
 from mppo.recipe.sections.rollout import SamplingConfig
-from mppo.rollout.sglang.api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused, ServerLost
+from mppo.rollout.sglang.server_api import SGLangApi, sampling_parameters
 from mppo.rollout.sglang.server_response import RoutingShape, ServerResponse, decode_routed_experts
 from mppo.rollout.turns import EngineLost, Turn, TurnRequest, deal_prompts
 

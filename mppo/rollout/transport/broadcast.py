@@ -17,7 +17,7 @@ from torch.distributed import (
 )
 
 from mppo.parallel.addresses import free_port
-from mppo.rollout.sglang.api import SGLangApi
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.weights.bucket import WeightBucket
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mppo.rollout.transport.checked_load import json_table, load_reported, tensor_checksum
 from mppo.safety.input_error import InputError
 from mppo.weights.bucket import aligned
-from mppo.weights.slices.messages import ALL_BLOCKS, BLOCK, INDEX_BYTES
+from mppo.weights.slices.message_bytes import ALL_BLOCKS, BLOCK, INDEX_BYTES
 
 SLICE_LOADER = "mppo.rollout.transport.slice_load.load"
 _DERIVED = ".kv_b_proj."

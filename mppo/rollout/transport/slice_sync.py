@@ -20,8 +20,8 @@ from mppo.rollout.transport.buckets import SharedBuffer
 from mppo.rollout.transport.checked_load import tensor_checksum
 from mppo.rollout.transport.slice_load import SLICE_LOADER, MessageRow, PieceRow, slice_table
 from mppo.rollout.transport.sync import TensorTransport
-from mppo.weights.slices.plan import Key, SliceRequest
-from mppo.weights.slices.source import Message, SliceBucket, SliceStream
+from mppo.weights.slices.slice_plan import Key, SliceRequest
+from mppo.weights.slices.slice_source import Message, SliceBucket, SliceStream
 
 
 class SliceTransport(TensorTransport):

@@ -23,9 +23,9 @@ from mppo.parallel import device as device_seam
 from mppo.parallel.addresses import LOOPBACK, address_towards, own_address
 from mppo.parallel.collectives import all_gather_objects
 from mppo.recipe.sections.rollout import RolloutConfig
-from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.http_client import RequestRefused
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_options import HOST
 from mppo.rollout.transport.broadcast import DistributedTransport, KeepsFailure
 from mppo.rollout.transport.buckets import SharedBuffer

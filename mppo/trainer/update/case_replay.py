@@ -33,8 +33,8 @@ from mppo.safety.input_files import read_json
 from mppo.supervision.first_rank import on_first_rank
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.dump import write_shares
-from mppo.trainer.roles import Roles
-from mppo.trainer.update.phase import UpdatePhase
+from mppo.trainer.run_roles import Roles
+from mppo.trainer.update.update_stage import UpdatePhase
 from mppo.weights.torch_dist.contents import METADATA, read_checkpoint
 
 CASE, MODELS = "case.json", "models"

@@ -18,12 +18,12 @@ from mppo.models.streamed_role import StreamedRole
 from mppo.parallel import device
 from mppo.parallel.collectives import all_gather_objects
 from mppo.pipeline.actions import Action, RoleWork
-from mppo.pipeline.checks import checked_schedule
 from mppo.pipeline.links import Links
 from mppo.pipeline.schedule import Schedule
+from mppo.pipeline.schedule_checks import checked_schedule
 from mppo.pipeline.timeline import Event, update_trace
 from mppo.planning.flops import update_flops
-from mppo.recipe.schedule import ScheduleKind
+from mppo.recipe.schedule_kind import ScheduleKind
 from mppo.safety.disk import replace_text
 from mppo.supervision.exit_report import say
 from mppo.trainer.update.role_update import PlannedMiniBatch, RoleUpdate

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.agents.build import build_agent, with_agent
-from mppo.agents.program import Program
+from mppo.agents.build_agent import build_agent, with_agent
+from mppo.agents.episode_program import Program
 from mppo.batch.episode import with_scores
 from mppo.batch.prompt import Prompt
 from mppo.data.loader import check_token_ids
@@ -42,9 +42,9 @@ from mppo.supervision.phase import phase
 from mppo.supervision.rank_guard import RankGuard
 from mppo.trainer.failures import exit_code, report_failure
 from mppo.trainer.start.checked_recipe import NO_PROMPTS
-from mppo.trainer.validation.judge import Opponent
-from mppo.trainer.validation.metrics import metrics_table, validation_metrics
-from mppo.trainer.validation.stage import generate_validation, sample_lines, write_lines
+from mppo.trainer.validation.pair_judge import Opponent
+from mppo.trainer.validation.validation_metrics import metrics_table, validation_metrics
+from mppo.trainer.validation.validation_stage import generate_validation, sample_lines, write_lines
 from mppo.weights.bucket import WeightBucket
 from mppo.weights.model_folder import companion_folder
 from mppo.weights.torch_dist.reader import full_tensors
@@ -232,12 +232,12 @@ def _with_reward_model(
     """The scorer with the recipe's reward model, which is built here. Collective."""
     device.prepare_megatron()
     from mppo.parallel.groups import GroupRegistry
-    from mppo.rewards.reward_model.scorer import (
+    from mppo.rewards.reward_model.model_scorer import (
         RewardModelScale,
         reward_model_texts,
         with_reward_model,
     )
-    from mppo.trainer.roles import build_role
+    from mppo.trainer.run_roles import build_role
 
     path = resolve_model(str(recipe.reward_model.path))
     config = read_model_config(path, recipe.model.trust_remote_code)

@@ -16,7 +16,7 @@ from mppo.recipe.model_shape import VALUE_BINS
 from mppo.safety.disk import flush, is_as_written, naming, set_aside
 from mppo.safety.input_error import InputError
 from mppo.safety.input_files import inside, read_json
-from mppo.weights.hf.folder import INDEX
+from mppo.weights.hf.input_folder import INDEX
 from mppo.weights.hf.safetensors_file import StoredTensor, byte_view, make_header
 
 MAX_SHARD_BYTES = 5 * 10**9

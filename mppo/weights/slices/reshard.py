@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from mppo.parallel.layout import Layout
 from mppo.recipe.model_shape import ModelShape
 from mppo.weights.blocks import ZERO, Block, padded_vocab_size, shard_blocks
-from mppo.weights.rows import Row
 from mppo.weights.table import Entry
+from mppo.weights.table_rows import Row
 
 _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 SourcePiece = tuple[int, int, int, int]

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from mppo.parallel.groups import LayoutGroups
 from mppo.recipe.model_shape import model_shape
 from mppo.safety.input_error import InputError
-from mppo.weights.load import load_hf_weights
+from mppo.weights.load_stages import load_hf_weights
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint
 from mppo.weights.torch_dist.contents import read_checkpoint
 from mppo.weights.torch_dist.reader import model_prefix

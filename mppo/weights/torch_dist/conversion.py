@@ -14,11 +14,11 @@ import torch
 
 from mppo.recipe.model_shape import ModelShape
 from mppo.safety.input_error import InputError
-from mppo.weights.hf.folder import FLOAT8, HFFolder
+from mppo.weights.hf.input_folder import FLOAT8, HFFolder
 from mppo.weights.hf.output_folder import MAX_SHARD_BYTES, plan_places
 from mppo.weights.hf.safetensors_file import StoredTensor, make_header, read_header
 from mppo.weights.hf.transfer import CopyTask, Scales, Stretch, matrix
-from mppo.weights.load import is_extra_layer, known_extras
+from mppo.weights.load_stages import is_extra_layer, known_extras
 from mppo.weights.table import Entry, Table, parameter_table
 from mppo.weights.torch_dist.contents import Chunk, GlobalTensor
 from mppo.weights.torch_dist.format import ChunkFiles, archive_frame, file_bytes

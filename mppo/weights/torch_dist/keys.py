@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mppo.weights.rows import Row
 from mppo.weights.table import Entry, Table
+from mppo.weights.table_rows import Row
 
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts.local_experts.{e}."

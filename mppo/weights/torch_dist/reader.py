@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mppo.recipe.model_shape import model_shape
 from mppo.safety.input_error import InputError
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.hf.safetensors_file import StoredTensor
 from mppo.weights.hf.transfer import Copier, CopyTask, Stretch, matrix
 from mppo.weights.model_folder import checkpoint_folder, is_megatron_checkpoint

@@ -17,16 +17,16 @@ from mppo.batch.episode import Episode
 from mppo.parallel.collectives import all_gather_objects, raise_on_any_rank
 from mppo.parallel.device import give_back_memory
 from mppo.parallel.partition import partition
-from mppo.recipe.rules.engine import sglang_options
+from mppo.recipe.rules.engine_rules import sglang_options
 from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.rollout.engine import GenerationRequest, WeightSource
-from mppo.rollout.local.engine import LocalEngine, stop_tokens
+from mppo.rollout.local.local_engine import LocalEngine, stop_tokens
 from mppo.rollout.response_gather import gather_logprobs
-from mppo.rollout.sglang.api import SGLangApi
 from mppo.rollout.sglang.fleet import Fleet
 from mppo.rollout.sglang.generation import SGLangGeneration
 from mppo.rollout.sglang.http_client import ServerLost
 from mppo.rollout.sglang.requests import ATTEMPTS, Requests
+from mppo.rollout.sglang.server_api import SGLangApi
 from mppo.rollout.sglang.server_options import own_server
 from mppo.rollout.sglang.server_process import ServerProcess
 from mppo.rollout.sglang.server_response import RoutingShape

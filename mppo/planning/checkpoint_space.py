@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 
 from mppo.planning.memory import BYTES
-from mppo.planning.plan import RolePlan
+from mppo.planning.run_plan import RolePlan
 from mppo.recipe.schema import Recipe
 
 MOMENTS = 8

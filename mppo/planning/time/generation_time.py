@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mppo.planning.time.collective_time import Group, collective_seconds
 from mppo.planning.time.cost import Cost
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.layer import BYTES, Product, gemms, streamed
 from mppo.planning.time.lengths import scattered
-from mppo.planning.time.links import Group, collective_seconds
 from mppo.planning.time.role_load import StepSequences
 from mppo.recipe.model_shape import ModelShape
 

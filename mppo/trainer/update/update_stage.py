@@ -18,13 +18,13 @@ from mppo.pipeline.executor import carry_out
 from mppo.pipeline.timeline import Recorder
 from mppo.planning.flops import peak_tflops
 from mppo.planning.residency import phase_of_role
-from mppo.recipe.schedule import ScheduleKind, schedule_kind, update_groups
+from mppo.recipe.schedule_kind import ScheduleKind, schedule_kind, update_groups
 from mppo.recipe.sections.roles import ActorConfig, CriticConfig
 from mppo.report.files import TIMELINES
 from mppo.supervision import stop_request
 from mppo.supervision.phase import phase
 from mppo.supervision.stop_request import StepInterrupted
-from mppo.trainer.roles import Roles
+from mppo.trainer.run_roles import Roles
 from mppo.trainer.targets import Targets, fetch_targets, policy_targets, value_targets
 from mppo.trainer.update.objectives import PolicyObjective, ValueObjective
 from mppo.trainer.update.role_update import RoleUpdate

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mppo.recipe.model_shape import ModelShape
 from mppo.weights.bucket import aligned
-from mppo.weights.slices.messages import BLOCK
+from mppo.weights.slices.message_bytes import BLOCK
 from mppo.weights.slices.reshard import EngineTensor, Reshard, engine_tensor
 from mppo.weights.table import Entry
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from mppo.recipe.errors import ConfigError, ConfigIssue
 from mppo.recipe.gpu_types import find_gpu
-from mppo.recipe.rules.layout import divisors
+from mppo.recipe.rules.layout_rules import divisors
 from mppo.recipe.rules.rule import RuleContext, rule
-from mppo.recipe.schedule import lists_obstacle, stream_obstacle
+from mppo.recipe.schedule_kind import lists_obstacle, stream_obstacle
 from mppo.recipe.sections.roles import BatchingConfig
 from mppo.recipe.sections.rollout import DrawingConfig
 from mppo.safety.bounded_http import url_problem

@@ -19,15 +19,15 @@ from mppo.parallel.collectives import all_gather_objects
 from mppo.parallel.layout import Layout
 from mppo.recipe.model_shape import model_shape
 from mppo.weights.copies import copy_tensors
-from mppo.weights.slices.messages import (
+from mppo.weights.slices.message_bytes import (
     ALL_BLOCKS,
     BLOCK,
     adjacent_runs,
     block_message,
     message_bytes,
 )
-from mppo.weights.slices.plan import Key, Piece, SlicePlan, SliceRequest, plan_slices
 from mppo.weights.slices.reshard import ReshardPlanner
+from mppo.weights.slices.slice_plan import Key, Piece, SlicePlan, SliceRequest, plan_slices
 from mppo.weights.slots import Slot, find_slots
 from mppo.weights.table import Entry, parameter_table
 

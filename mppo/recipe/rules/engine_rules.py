@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mppo.recipe.errors import ConfigIssue
-from mppo.recipe.rules.layout import divisors
+from mppo.recipe.rules.layout_rules import divisors
 from mppo.recipe.rules.rule import RuleContext, rule
 from mppo.recipe.sections.rollout import RolloutConfig
 from mppo.safety.bounded_http import url_problem

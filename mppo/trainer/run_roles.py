@@ -14,15 +14,15 @@ from mppo.models.role import Role
 from mppo.parallel.groups import GroupRegistry
 from mppo.planning.fit import own_gpu, planned_residency
 from mppo.planning.flops import model_flops
-from mppo.planning.plan import token_costs, with_token_budgets
 from mppo.planning.residency import Residency
+from mppo.planning.run_plan import token_costs, with_token_budgets
 from mppo.planning.token_budgets import given_budgets
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.role_config import RoleConfig
-from mppo.rewards.reward_model.scorer import RewardModelScale
+from mppo.rewards.reward_model.model_scorer import RewardModelScale
 from mppo.supervision.phase import phase
 from mppo.trainer.pretraining_mix import PretrainingMix
-from mppo.trainer.residency import RolePlacement
+from mppo.trainer.role_moves import RolePlacement
 from mppo.trainer.update.slot_balance import SlotBalance
 from mppo.trainer.value_gate import value_gate
 

@@ -30,9 +30,9 @@ from mppo.rollout.engine import GenerationRequest, sampling_seed
 from mppo.safety.input_error import InputError
 from mppo.supervision import stop_request
 from mppo.trainer.advantages import needs_greedy_baseline
+from mppo.trainer.batch_selection import first_groups, informative_sequences
 from mppo.trainer.metrics import conversation_metrics, errors_of, reward_metrics, unscored
 from mppo.trainer.run import PendingRollout, Run
-from mppo.trainer.selection import first_groups, informative_sequences
 
 
 def submit(run: Run, step: int, updates: int) -> PendingRollout:

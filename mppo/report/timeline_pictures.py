@@ -1,6 +1,6 @@
 """Pictures of updates' timelines: one row per rank, coloured by role and mini-batch.
 
-``python -m mppo.report.timeline PICTURE TITLE=TRACE...`` draws recorded updates
+``python -m mppo.report.timeline_pictures PICTURE TITLE=TRACE...`` draws recorded updates
 (``<run>/timeline/step_N.json``) below each other, on one time axis.
 """
 
@@ -71,7 +71,7 @@ def _draw(axis, title: str, rows: Sequence[Sequence[Event]]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw recorded updates below each other, on one time axis in seconds."""
     parser = argparse.ArgumentParser(
-        prog="python -m mppo.report.timeline", description=main.__doc__
+        prog="python -m mppo.report.timeline_pictures", description=main.__doc__
     )
     parser.add_argument("picture", type=Path, help="file of the image; its suffix is the format")
     parser.add_argument("traces", nargs="+", metavar="TITLE=TRACE", help="title and step_N.json")

@@ -10,7 +10,7 @@ from mppo.hub.model_config import ModelConfigs
 from mppo.parallel.environment import QUEUES_INTERLEAVED
 from mppo.pipeline.deadlock import Rules
 from mppo.planning.fit import plan_fit
-from mppo.planning.plan import plan_roles, with_token_budgets
+from mppo.planning.run_plan import plan_roles, with_token_budgets
 from mppo.recipe.gpu_types import GpuType
 from mppo.recipe.schema import Recipe
 from mppo_simulate.case import RankCase
@@ -22,7 +22,7 @@ from mppo_simulate.records import RankRecord
 from mppo_simulate.run import import_simulated_code
 from mppo_simulate.together.choice import representative_ranks
 from mppo_simulate.together.findings import find
-from mppo_simulate.together.report import describe_findings, describe_record
+from mppo_simulate.together.together_report import describe_findings, describe_record
 
 _MINI_BATCHES = 2
 """Of a quick run: the second one's passes begin before the first one's end."""

@@ -21,9 +21,9 @@ from mppo.recipe.sections.remote import (
 )
 from mppo.recipe.sections.reward import RewardConfig
 from mppo.rewards.remote.classifier import load_classifier_format
+from mppo.rewards.remote.json_exchange import RewardServer, ServerFailure
 from mppo.rewards.remote.judge import JudgeFormat
 from mppo.rewards.remote.sandbox_fusion import SandboxFusionFormat
-from mppo.rewards.remote.server import RewardServer, ServerFailure
 from mppo.rewards.remote.wire import MppoFormat, OpenRLHFFormat, WireFormat
 from mppo.rewards.response import Response, describe, shorten
 from mppo.rewards.result import read_result

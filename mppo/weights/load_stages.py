@@ -13,7 +13,7 @@ from mppo.parallel.layout import Coordinates, Layout
 from mppo.recipe.model_shape import ModelShape, model_shape
 from mppo.safety.input_error import InputError
 from mppo.weights.blocks import ZERO
-from mppo.weights.hf.folder import HFFolder
+from mppo.weights.hf.input_folder import HFFolder
 from mppo.weights.names import hf_names
 from mppo.weights.slots import Slot, assert_partition, find_slots
 from mppo.weights.table import parameter_table

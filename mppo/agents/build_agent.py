@@ -12,7 +12,7 @@ from mppo.agents.agent_check import check_agent, imported_waits, made
 from mppo.agents.agent_processes import AgentProcesses, HostedFunction
 from mppo.agents.answering_program import AnsweringProgram
 from mppo.agents.episode_engine import EpisodeEngine
-from mppo.agents.program import CommandProgram, Program
+from mppo.agents.episode_program import CommandProgram, Program
 from mppo.agents.turn_answers import GivenAnswers, HostedAnswers
 from mppo.recipe.schema import Recipe
 from mppo.rollout.engine import RolloutEngine

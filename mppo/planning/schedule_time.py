@@ -10,7 +10,7 @@ from mppo.parallel.layout import Layout
 from mppo.pipeline.actions import RoleWork
 from mppo.pipeline.schedule import make_schedule
 from mppo.pipeline.streams import KINDS
-from mppo.recipe.schedule import schedule_kind, stream_obstacle
+from mppo.recipe.schedule_kind import schedule_kind, stream_obstacle
 from mppo.recipe.schema import Recipe
 
 

@@ -22,7 +22,7 @@ from mppo.pipeline.actions import (
 )
 from mppo.pipeline.schedule import Schedule, make_schedule
 from mppo.pipeline.stage_events import hang_of
-from mppo.recipe.schedule import ScheduleKind
+from mppo.recipe.schedule_kind import ScheduleKind
 
 _RECEIVES: dict[str, ActionKind] = {"forward": "receive_input", "backward": "receive_gradient"}
 _SENDS: dict[str, ActionKind] = {"forward": "send_output", "backward": "send_gradient"}

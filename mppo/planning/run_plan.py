@@ -31,7 +31,7 @@ from mppo.planning.token_budgets import (
     with_budgets,
 )
 from mppo.recipe.model_shape import model_shape, with_value_bins
-from mppo.recipe.schedule import schedule_kind, streams_forward
+from mppo.recipe.schedule_kind import schedule_kind, streams_forward
 from mppo.recipe.schema import Recipe
 from mppo.recipe.sections.role_config import RoleConfig
 from mppo.recipe.sections.roles import DEFAULT_TOKEN_BUDGET

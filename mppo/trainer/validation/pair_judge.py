@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mppo.recipe.errors import ConfigError, ConfigIssue
-from mppo.rewards.remote.server import RewardServer, ServerFailure
+from mppo.rewards.remote.json_exchange import RewardServer, ServerFailure
 from mppo.safety.foreign_text import quoted
 from mppo.safety.input_files import read_text
 

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from mppo.planning.fit import Fit
-from mppo.planning.plan import RolePlan, with_token_budgets
+from mppo.planning.run_plan import RolePlan, with_token_budgets
 from mppo.planning.time.kernels import Kernels
 from mppo.planning.time.library import open_library
 from mppo.planning.time.recipe import recipe_load, recipe_sequences

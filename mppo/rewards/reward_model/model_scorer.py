@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mppo.algos.packing import cumulative
+from mppo.algos.token_axis import cumulative
 from mppo.batch.batch import Sequences
 from mppo.batch.episode import Episode
 from mppo.batch.head_outputs import ValueOutputs
