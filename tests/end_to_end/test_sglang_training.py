@@ -145,7 +145,9 @@ def test_an_asynchronous_sao_run_goes_on_from_its_checkpoint(tmp_path, served, s
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["step"] for row in resumed] == [3]
     _check_supply(run, copy)
-    for metric in COMPARED:
+    absent = set(COMPARED) - rows[2].keys()  # which answers arrive in time decides the returns
+    assert absent <= {"critic/vf_explained_var"} - resumed[0].keys(), "if all returns are equal"
+    for metric in set(COMPARED) - absent:
         assert resumed[0][metric] == pytest.approx(rows[2][metric], rel=1e-3, abs=1e-5), metric
     for role in ("actor", "critic"):
         saved = Path("checkpoints/global_step_3") / role
