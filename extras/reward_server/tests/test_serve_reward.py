@@ -44,9 +44,11 @@ def served(routes, key=""):
     with JsonServer("127.0.0.1", 0, routes, key) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def ask(url, wire, responses, **kwargs):
