@@ -1,17 +1,15 @@
-"""Host time and memory from SGLang's HTTP answers to micro-batches, beside an earlier commit.
+"""Host time and memory from SGLang's HTTP answers to micro-batches.
 
-    python benchmarks/batch_path.py [--tokens 1 4 16 64] [--before-up-to 16] [--out FILE]
+    python benchmarks/batch_path.py [--tokens 1 4 16 64] [--out FILE]
 
 The path of one rank: the text of each answer becomes responses, the responses become a batch, and
-the batch is cut into micro-batches. Both versions get the same bodies, in the form in which SGLang
-0.5.21 writes them: 8 responses of 2,048 tokens to a prompt of 512 tokens in one body. The earlier
-version is commit ``BEFORE`` in a git worktree that the benchmark makes and removes. The two
-alternate, each turn in a process of its own with one thread and Python's default garbage collector.
+the batch is cut into micro-batches. Answers have the form in which SGLang 0.5.21 writes them: 8
+responses of 2,048 tokens to a prompt of 512 tokens in one body. Each turn runs in a process of its
+own with one thread and Python's default garbage collector.
 
 Times are the processor time of the process, the smallest of the turns, in nanoseconds per token of
 prompts and responses. Memory is the growth of the process's resident memory: ``held`` with
-responses and batch in memory, ``peak`` at the highest point. Sizes are in millions of tokens. The
-earlier version needs minutes and 200 bytes per token at the largest: ``--before-up-to``.
+responses and batch in memory, ``peak`` at the highest point. Sizes are in millions of tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +29,6 @@ import psutil
 import torch
 from record import parser, record
 
-BEFORE = "b9290c3"
-"""The last commit with Python objects for every token."""
-ROOT = Path(__file__).parents[1]
 PROMPT, RESPONSE, SAMPLES, BODIES = 512, 2048, 8, 16
 MICRO_BATCH_TOKENS = 32_768
 STAGES = ("answers", "responses", "batch", "micro_batches")
@@ -69,39 +62,8 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
-def functions() -> tuple[Callable[[bytes], Any], Callable[[dict[int, Any], Any], list[Any]]]:
-    """What parses an answer, and what makes episodes of all answers, in either version."""
-    try:
-        from mppo.rollout.sglang import answers  # of an earlier commit
-    except ImportError:
-        from mppo.rollout.sglang import generation as answers
-
-    if hasattr(answers, "gather_answers"):
-        from mppo.rollout.sglang.server_api import SGLangApi
-        from mppo.safety.bounded_http import parse_answer
-
-        api = SGLangApi("http://127.0.0.1:1", None, 1.0)
-
-        def parsed(text: bytes) -> list[Any]:
-            return [api._generated(answer) for answer in parse_answer(text)]
-
-        def gathered(mine: dict[int, Any], request: Any) -> list[Any]:
-            found = answers.gather_answers(mine, request, 3, {}, None, 1, None)
-            return [found[row] for row in sorted(found)]
-
-        return parsed, gathered
-
-    from mppo.rollout.sglang.server_response import parse_responses
-
-    def added(mine: dict[int, Any], request: Any) -> list[Any]:
-        found = answers.add_answers({}, mine, request, None, 1)
-        return [found[place] for place in sorted(found)]
-
-    return parse_responses, added
-
-
 def measure(millions: float) -> dict[str, float]:
-    """Run the path once in this process, with whichever ``mppo`` it imports.
+    """Run the path once in this process.
 
     Before, it runs for one prompt: what is loaded or set up once in a training run does not count.
     """
@@ -137,19 +99,13 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
     """
     from mppo.algos.token_axis import select_sequences
     from mppo.batch.microbatches import MicroBatchLimits, MicroBatchSpec
+    from mppo.batch.packing import pack_episodes
+    from mppo.batch.prompt import Prompt
     from mppo.recipe.sections.rollout import SamplingConfig
     from mppo.rollout.engine import GenerationRequest
+    from mppo.rollout.sglang.generation import add_answers
+    from mppo.rollout.sglang.server_response import parse_responses
 
-    try:
-        from mppo.batch.packing import pack_episodes as pack
-        from mppo.batch.prompt import Prompt
-    except ModuleNotFoundError:  # the earlier version has one module
-        from mppo.batch import Prompt, pack_trajectories
-
-        def pack(found: list[Any]) -> Any:
-            return pack_trajectories(found, [0.0] * len(found))
-
-    parse, episodes_of = functions()
     prompts = [Prompt(i, tuple(range(PROMPT)), "", "", "") for i in range(count)]
     request = GenerationRequest(prompts, SamplingConfig(n=SAMPLES), RESPONSE, seed=0)
     spec = MicroBatchSpec(dp=1, count_multiple=1, limits=MicroBatchLimits(1, MICRO_BATCH_TOKENS))
@@ -157,13 +113,14 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
 
     mine: dict[int, Any] = {}
     for index in range(count):
-        answers = parse(bodies[index % BODIES])
+        answers = parse_responses(bodies[index % BODIES])
         mine.update({index * SAMPLES + sample: answer for sample, answer in enumerate(answers)})
     times.append(time.process_time())
-    found = episodes_of(mine, request)
+    added = add_answers({}, mine, request, None, 1)
+    found = [added[place] for place in sorted(added)]
     del mine, answers  # as the engine, which has received everything
     times.append(time.process_time())
-    batch = pack(found)
+    batch = pack_episodes(found)
     times.append(time.process_time())
     held = resident()
     for micro_batches in spec.plan(batch.lengths_B.tolist()):
@@ -173,10 +130,10 @@ def path(bodies: Sequence[bytes], count: int) -> tuple[Any, list[float], int]:
     return batch, [*times, time.process_time()], held
 
 
-def turn(tree: Path, millions: float) -> dict[str, float]:
-    """``measure`` in a new process that imports ``mppo`` from a source tree."""
+def turn(millions: float) -> dict[str, float]:
+    """``measure`` in a new process."""
     command = [sys.executable, __file__, "--measure", str(millions)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -187,46 +144,18 @@ def best(turns: list[dict[str, float]]) -> dict[str, float]:
     return min(turns, key=lambda t: t["ns_per_token/sum"])
 
 
-def compare(millions: float, repeat: int, trees: dict[str, Path]) -> dict[str, object]:
-    """The versions in alternation at one size."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    for _ in range(repeat):
-        for name, tree in trees.items():
-            turns[name].append(turn(tree, millions))
-    result: dict[str, object] = {name: best(found) for name, found in turns.items()}
-    if len(trees) > 1:
-        best([*turns["before"], *turns["now"]])  # the same batch, too
-        sums = {name: [t["ns_per_token/sum"] for t in found] for name, found in turns.items()}
-        result["all_sums"] = sums
-        result["times_less_host_time"] = min(sums["before"]) / min(sums["now"])
-    return result
-
-
 def main() -> None:
     arguments = parser(__doc__, repeat=3)
     arguments.add_argument(
         "--tokens", type=float, nargs="+", default=[1, 4, 16, 64], help="millions"
     )
-    arguments.add_argument("--before-up-to", type=float, default=16, help="millions")
     arguments.add_argument("--measure", type=float, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.measure is not None:
         print(json.dumps(measure(given.measure)))
         return
-    results: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        before = Path(folder) / "before"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(before), BEFORE], check=True)
-        try:
-            for millions in given.tokens:
-                trees = {"before": before, "now": ROOT}
-                if millions > given.before_up_to:
-                    del trees["before"]
-                results[f"{millions:g} M"] = compare(millions, given.repeat, trees)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(before)], check=True)
-    record({"before": BEFORE, "by_tokens": results}, given.out)
+    turns = {size: [turn(size) for _ in range(given.repeat)] for size in given.tokens}
+    record({"by_tokens": {f"{size:g} M": best(found) for size, found in turns.items()}}, given.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m checkpoints_convert hf-to-megatron --hf DIR --megatron DIR
     python -m checkpoints_convert megatron-to-hf --megatron DIR --hf DIR
-    python -m checkpoints_convert verify --hf DIR --megatron DIR [--logits]
+    python -m checkpoints_convert verify --hf DIR --megatron DIR [--logits] [--checksums]
     python -m checkpoints_convert inspect DIR
 
 Runs in one process, or in N that share the work: ``torchrun --nproc-per-node N -m

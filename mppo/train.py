@@ -79,26 +79,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--scale-down runs the recipe's small twin: leave out --dry-run")
     if arguments.quiet:
         arguments.overrides.append("trainer.console=quiet")
-    for option, why in _PLANNED.items():
-        if getattr(arguments, option) and not arguments.dry_run:
+    planned = argparse.ArgumentParser()
+    add_plan_options(planned)
+    for option, default in vars(planned.parse_args([])).items():
+        if getattr(arguments, option) != default and not arguments.dry_run:
+            why = _WITH_DRY_RUN.get(option, ": it is for a prediction")
             parser.error(f"--{option.replace('_', '-')} needs --dry-run{why}")
     return arguments
 
 
-_PLANNED = {
+_WITH_DRY_RUN = {
     "simulate": ": it simulates the run that is planned",
     "gpu": ": it names the GPU for which memory is planned",
     "show_recipe": ": it prints the recipe below the plan",
     "picture": ": it draws the plan",
     "time": ": it predicts the time of a step of the run that is planned",
     "search": ": it searches layouts for the run that is planned",
-    **dict.fromkeys(
-        ("mean_prompt", "mean_response", "price", "lengths", "turns", "val_prompts", "disk"),
-        ": it is for a prediction",
-    ),
     "world_size": "; without it the launcher sets the number of ranks",
 }
-"""Options of a plan, and why a run has none."""
+"""Options of a plan, and why a run has none; those that are left out are for a prediction."""
 
 
 if __name__ == "__main__":

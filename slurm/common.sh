@@ -6,9 +6,10 @@
 #   MPPO_LAUNCH          torchrun (one task per node), srun (one task per rank) or mpi (the same,
 #                        ranks from mpi4py; needs an MPI with PMI2, such as MPICH)
 #   MPPO_PREFLIGHT       0 skips the checks before the run
-#   MPPO_PREFLIGHT_S     seconds for each of the checks; default 60
+#   MPPO_PREFLIGHT_S     seconds for each check of the nodes; default 60. The recipe's has no limit
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds that torchrun gives the ranks to save after SIGTERM; default 300
 #   MPPO_MAX_REQUEUES    largest number of restarts of the job; default 100
+#   MPPO_ENTRY           the program that trains; default mppo/train.py
 
 mppo_die() { echo "mppo: $*" >&2; exit 1; }
 
@@ -107,7 +108,8 @@ mppo_serve() {
     "rollout.urls=[$urls]")
 }
 
-# Check the recipe, then every node, then a collective, each with a time limit and an error message.
+# Check the recipe, then every node, then a collective, the last two with a time limit. The recipe's
+# check may download models.
 mppo_preflight() {
   [ "${MPPO_PREFLIGHT:-1}" = 0 ] && return 0
   local seconds=${MPPO_PREFLIGHT_S:-60}

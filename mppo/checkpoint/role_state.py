@@ -7,9 +7,9 @@ weights' moving average, if there is one. A rank of a distributed optimizer owns
 some parameters. The range is written as rectangles, without communication, and read into place in
 the same way. A checkpoint can therefore be loaded in any layout and with any optimizer sharding.
 
-Megatron's own ``fully_reshardable`` format, which gathers complete buckets first, loses the order
-of parameters if a model has more than one bucket (tied embeddings in a pipeline, overlapped
-gradient reduction): its buffers omit the padding between buckets that its offsets include.
+Megatron's own ``fully_reshardable`` format, which gathers complete buckets first, writes moments of
+the wrong parameters if a bucket is padded and not the last one (overlapped gradient reduction, tied
+embeddings in a pipeline): its buffers omit the padding between buckets that its offsets include.
 """
 
 from __future__ import annotations

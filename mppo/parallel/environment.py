@@ -37,7 +37,7 @@ class EnvironmentRule:
 
 QUEUES, QUEUES_INTERLEAVED = 1, 32
 """Hardware queues of a GPU with which ``mppo.pipeline.schedule_checks`` examines lists of actions.
-With one queue a third of the interleaved lists can hang."""
+With one queue some interleaved lists can hang."""
 
 _LAUNCHER = "describes the rank; a server is none"
 _NETWORK = "names the machine's network, which servers use for rollout.sync=distributed"

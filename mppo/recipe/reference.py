@@ -26,15 +26,15 @@ def recipe_reference() -> str:
     schema = json_schema()
     definitions, properties = schema["$defs"], schema["properties"]
     top = {key: field for key, field in properties.items() if not _section(field)}
-    places: dict[str, list[str]] = {}
+    places: dict[str, dict[str, Mapping[str, Any]]] = {}
     for key, field in properties.items():
-        for name, place in _sections(key, field, definitions):
-            places.setdefault(name, []).append(place)
-    parts = [_TITLE, "## Top level", "", *_table(top)]
+        for name, place, defaults in _sections(key, field, definitions):
+            places.setdefault(name, {})[place] = defaults
+    parts = [_TITLE, "## Top level", "", *_table(top, {})]
     for name, where in places.items():
         section = definitions[name]
         parts += ["", f"## {', '.join(where)}", "", _one_line(section["description"]), ""]
-        parts += _table(section["properties"])
+        parts += _table(section["properties"], where)
     return "\n".join(parts) + "\n"
 
 
@@ -47,24 +47,38 @@ def _section(field: Mapping[str, Any]) -> str | None:
 
 def _sections(
     place: str, field: Mapping[str, Any], definitions: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Type, place and defaults of a key's section and of those inside it."""
     name = _section(field)
     if name is None:
         return
     place += "[]" if "items" in field else ""
-    yield name, place
+    default = field.get("default")
+    yield name, place, default if isinstance(default, Mapping) else {}
     for key, inner in definitions[name]["properties"].items():
         yield from _sections(f"{place}.{key}", inner, definitions)
 
 
-def _table(fields: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _table(
+    fields: Mapping[str, Mapping[str, Any]], places: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """The keys of a section, whose defaults at its places may differ from the fields' own."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, field in fields.items():
         is_section = _section(field) and "items" not in field
-        default = "" if is_section or "default" not in field else _value(field["default"])
+        default = "" if is_section or "default" not in field else _default(key, field, places)
         cells = (f"`{key}`", _type(field), default, _one_line(field["description"]))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
+
+
+def _default(key: str, field: Mapping[str, Any], places: Mapping[str, Mapping[str, Any]]) -> str:
+    own = field["default"]
+    others = {place: at[key] for place, at in places.items() if at.get(key, own) != own}
+    shown = [f"{place}: {_value(value)}" for place, value in others.items()]
+    if len(places) == 1:
+        return _value(next(iter(others.values()), own))
+    return "; ".join([_value(own), *shown])
 
 
 def _value(value: object) -> str:

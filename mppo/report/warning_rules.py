@@ -197,8 +197,8 @@ def rollout_and_actor_disagree(rows: Rows) -> str | None:
 
 
 @_rule(
-    "an auxiliary loss or an expert bias in override_transformer_config (docs/moe.md), or a lower "
-    "actor.optim.lr"
+    "megatron.moe_router_load_balancing_type with moe_aux_loss_coeff, or "
+    "moe_router_bias_update_rate (docs/moe.md), or a lower actor.optim.lr"
 )
 def experts_starve(rows: Rows) -> str | None:
     """An expert gets almost no token."""

@@ -1,6 +1,6 @@
 """All metrics of a step, under verl's names, and TRL's where it has its own for the same number.
 
-A number has one name here; ``docs/configuration.md`` lists TRL's aliases.
+A number has one name here; ``docs/migrating.md`` lists TRL's aliases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """An agent with a calculator, by the tools of OpenAI's API.
 
-The policy calls the tool until it answers without a call; ``reward.*`` scores this answer.
+The policy calls the tool until it answers without a call; ``reward.*`` scores the text of all
+turns.
 """
 
 import json

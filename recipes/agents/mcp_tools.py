@@ -9,8 +9,8 @@
             - {url: "http://127.0.0.1:8000/mcp"}        # by HTTP
 
 It needs the package ``mcp``, from 2.0. The policy calls tools until it answers without a call;
-``reward.*`` scores this answer. A server with a command is started for each episode, and ends with
-it; one with a URL gets a session for each.
+``reward.*`` scores the text of all turns. A server with a command is started for each episode, and
+ends with it; one with a URL gets a session for each.
 """
 
 import json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from attacks.attack import Attack, Table
@@ -10,9 +11,8 @@ from patient_judge import without_hurry
 
 SAYS = "scores 0.0 and 1.0; the heartbeat continued"
 TIMEOUT_S = 1.5
-BEATS = 3
-"""During a row of a verifier in processes, whose start alone takes many beats; the others' rows may
-end before the first beat."""
+LONGEST_PAUSE_S = 120.0
+"""Of the heartbeat: no machine is as slow, but one that is blocked is as late."""
 
 
 def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
@@ -23,7 +23,6 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
         from mppo.rewards.response import Response
         from mppo.rewards.rules import RuleReward
         from mppo.rewards.scores import read_scores
-        from mppo.rewards.verifiers import PACKAGES
 
         package, _, family = verifier.partition(":")
         needed = {"math_flexible": "math_verify", "reasoning_gym": "reasoning_gym"}.get(package)
@@ -39,8 +38,8 @@ def _scored(verifier: str, response: str, correct: str, truth: str, says: str):
         with _beating() as beats:
             (first,) = read_scores(reward([hostile]), [hostile])
             (second,) = read_scores(without_hurry(reward)([honest]), [honest])
-        in_processes = package in PACKAGES
-        beating = "continued" if len(beats) >= BEATS * in_processes else f"beat {len(beats)} times"
+        pause = max(b - a for a, b in pairwise(beats))
+        beating = "continued" if pause < LONGEST_PAUSE_S else f"was {pause:.0f} s late"
         scores = f"scores {first.score} and {second.score}"
         print(f"{scores}; the heartbeat {beating}; {first.unscored}")
         return 0
@@ -56,7 +55,7 @@ def _beating():
 
     @contextmanager
     def beating():
-        beats, over = [], threading.Event()
+        beats, over = [time.monotonic()], threading.Event()
 
         def beat() -> None:
             while not over.wait(0.05):
@@ -69,6 +68,7 @@ def _beating():
         finally:
             over.set()
             thread.join()
+            beats.append(time.monotonic())
 
     return beating()
 

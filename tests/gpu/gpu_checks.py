@@ -1,6 +1,6 @@
 """The checks that need GPUs, on one node with 8 of them; called by run_all.sh.
 
-    tests/gpu/run_all.sh [--out DIR] [--only NAME ...]
+    tests/gpu/run_all.sh [--out DIR] [--only NAME ...] [--commit HASH]
 
 They need no download: models have random weights. Results go into ``DIR/report.md``, which is
 written anew after every check, the output of each check into a log beside it. The exit code is 0 if

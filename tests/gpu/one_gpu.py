@@ -1,6 +1,7 @@
 """The checks that one GPU allows; called by one_gpu.sh.
 
-    tests/gpu/one_gpu.sh [--out DIR] [--wheels DIR] [--only NAME ...] [--device cpu]
+    tests/gpu/one_gpu.sh [--out DIR] [--wheels DIR] [--only NAME ...] [--commit HASH]
+        [--device cpu]
 
 Several ranks share the GPU (``MPPO_SHARE_GPU``), so that TP2 and PP2 execute CUDA code. Versions
 that differ from the tested ones are recorded, not refused. ``DIR/report.md`` is written anew after

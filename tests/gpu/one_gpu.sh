@@ -1,6 +1,6 @@
 #!/bin/bash
 # All checks that one GPU allows, in under ten minutes, without network, SGLang or Transformer Engine:
-#   tests/gpu/one_gpu.sh [--out DIR] [--wheels DIR] [--only NAME ...]
+#   tests/gpu/one_gpu.sh [--out DIR] [--wheels DIR] [--only NAME ...] [--commit HASH] [--device cpu]
 # --wheels DIR: wheels of missing packages, made on another machine by tests/gpu/one_gpu_wheels.sh DIR.
 # MPPO_PYTHON chooses the interpreter; default: .venv/bin/python, else python3.
 set -eu

@@ -144,6 +144,7 @@ def test_nothing_imports_upwards(room):
 
 
 def test_every_room_and_module_has_its_layer():
+    assert modules().keys() >= PURE
     found = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith(("_", "py."))}
     found |= {path.name for path in EXTRAS}
     assert found == set.union(*LAYERS)

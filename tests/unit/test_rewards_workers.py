@@ -221,7 +221,7 @@ def test_a_hostile_formula_scores_0_and_blocks_no_thread():
     pytest.importorskip("math_verify", reason="the optional package math-verify is missing")
     judge = RuleReward("math_flexible", timeout_s=2.0)
     prompt = Prompt(0, (1,), "math", "17", "p")
-    beats, over = [], threading.Event()
+    beats, over = [time.monotonic()], threading.Event()
 
     def beat():
         while not over.wait(0.05):
@@ -232,13 +232,14 @@ def test_a_hostile_formula_scores_0_and_blocks_no_thread():
     hostile, honest = [r"\boxed{9^{9^{9^9}}}", r"\boxed{(10^9)!}"], r"\boxed{17}"
     try:
         results = judge([Response(prompt, answer) for answer in hostile])
-        while len(beats) <= 10:  # a slow thread's beats come in the end, a blocked one's never
-            assert judge([Response(prompt, answer) for answer in hostile]) == results
         results += without_hurry(judge)([Response(prompt, honest)])
     finally:
         over.set()
         thread.join()
+        beats.append(time.monotonic())
     assert results == [Unscored("timeouts"), Unscored("timeouts"), 1]
+    # no machine is as slow, but a formula that blocks the thread takes hours
+    assert max(after - before for before, after in pairwise(beats)) < 120
 
 
 def test_an_evaluated_answer_has_no_effect_and_changes_no_later_score(tmp_path):

@@ -212,7 +212,10 @@ class _Shell:
         elif block is None or word not in _WORDS_OF[block.kind]:
             return
         elif word in _CLOSED_BY:
-            self._doubt(self.blocks.pop().doubts)
+            self.blocks.pop()
+            if block.outside and block.kind in ("if", "case") and not block.had_one:
+                self.status = True
+            self._doubt(block.doubts)
         elif word == "then":
             block.enter(self.status is True)
         elif word == "else":
@@ -221,8 +224,6 @@ class _Shell:
             block.runs = block.outside and not block.had_one
         else:
             block.runs, block.in_patterns = False, True
-        if block.outside and block.kind in ("if", "case"):
-            self.status, self.fails = None, True
 
     def _patterns(self, block: _Block, words: Sequence[RawWord], line: int) -> None:
         """Compare the patterns of a case; its commands follow behind a bracket."""
@@ -230,6 +231,7 @@ class _Shell:
             if word.plain == ")":
                 block.in_patterns = False
                 block.enter(block.runs)
+                self.status = True if block.runs else self.status  # the branch may be empty
             elif word.plain != "(":
                 pattern = self.variables.joined(word)
                 if MARK not in block.subject:

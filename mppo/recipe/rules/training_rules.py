@@ -192,7 +192,7 @@ def balanced_budgets_have_two_roles(context: RuleContext) -> Iterator[ConfigIssu
 
 @rule("trainer.timeline", "algorithm", "actor", "critic")
 def timeline_has_lists(context: RuleContext) -> Iterator[ConfigIssue]:
-    """Only actions of a list are recorded; Megatron's own schedules have none."""
+    """A recorded update is one list of actions for both roles."""
     steps = context.recipe.trainer.timeline.steps
     obstacle = lists_obstacle(context.recipe) if steps else None
     if obstacle is not None:

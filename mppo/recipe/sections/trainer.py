@@ -34,7 +34,7 @@ class TimelineConfig(Section):
     """Recording of updates, action by action, in ``<run>/timeline``."""
 
     steps: tuple[PositiveInt, ...] = ()
-    """PPO steps that are recorded. The device is synchronised after each action of these steps."""
+    """PPO steps that are recorded, by events on the device's stream, without waiting for it."""
 
 
 class TrainerConfig(Section):
