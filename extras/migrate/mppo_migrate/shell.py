@@ -134,7 +134,8 @@ class _Shell:
                 self._block(word)
             elif word == "case" and words[2:]:
                 subject = "".join(self.variables.expand(words[1]))
-                self.blocks.append(_Block(word, self._runs(), False, False, subject, True))
+                block = _Block(word, self._runs(), False, False, subject, True, self.doubts)
+                self.blocks.append(block)
                 self._patterns(self.blocks[-1], words[3:], raw.line)
                 return
             elif word == "!":

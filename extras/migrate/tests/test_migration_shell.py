@@ -58,6 +58,7 @@ def words(text: str, *arguments: str, scripts: dict[str, str] | None = None) -> 
         ("if [ 1 = 1 ]; then [ 1 = 2 ]; fi && X=b || X=c; a $X", ["a", "c"]),
         ("[ 1 = 2 ]; case a in b) [ 1 = 2 ] ;; esac && X=b || X=c; a $X", ["a", "b"]),
         ("[ 1 = 2 ]; case a in a) ;; esac && X=b || X=c; a $X", ["a", "b"]),
+        ("[ -f F ] && case a in a) X=b ;; esac || X=c; a $X", ["a", "c"]),
         ("case a in a) [ 1 = 2 ] ;; b) [ 1 = 1 ] ;; esac && X=b || X=c; a $X", ["a", "c"]),
         ("X=b; [ -z \"$(ls)\" ] || X=c; a $X", ["a", "c"]),
         ("test 1 = 1 && X=b || X=c; a $X", ["a", "b"]),
