@@ -16,6 +16,7 @@ guard of the rank counts it in torchrun's store, which all nodes reach, and ever
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -59,6 +60,8 @@ class RankGuard:
 
     def __init__(self, info: LaunchInfo) -> None:
         self._pipe: int | None = None
+        self._watch: threading.Thread | None = None
+        self._watch_over = threading.Event()
         if info.how == "python" or sys.platform != "linux":
             return
         reader, self._pipe = os.pipe()
@@ -81,7 +84,7 @@ class RankGuard:
         self._tell(f"{silence_s + AFTER_HEARTBEAT_S}")
 
     def watch_other_nodes(self) -> None:
-        """End this process if a rank of another node ends before all have met."""
+        """End this process if a rank of another node ends before all have met, until ``met``."""
         if self._pipe is None or not is_over_nodes(os.environ):
             return
         from torch.distributed import DistError
@@ -90,14 +93,23 @@ class RankGuard:
             store = _torchruns_store()
             # restarts share the store: in the first start every loss counts, then only a new one
             known = 0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else store.add(_LOST, 0)
-            watch = threading.Thread(
-                target=_exit_with_lost_rank, args=(store, known), name="lost ranks", daemon=True
+            arguments = store, known, self._watch_over
+            self._watch = threading.Thread(
+                target=_exit_with_lost_rank, args=arguments, name="lost ranks", daemon=True
             )
-            watch.start()
+            self._watch.start()
+            atexit.register(self._end_watch)
 
     def met(self) -> None:
         """Tell the guard that all ranks have met: they notice by themselves if this one ends."""
         self._tell(_MET)
+        self._end_watch()
+
+    def _end_watch(self) -> None:
+        """A thread in a call of the store would abort the process when the interpreter ends."""
+        self._watch_over.set()
+        if self._watch is not None:
+            self._watch.join(_STORE_S)
 
     def _tell(self, word: str) -> None:
         if self._pipe is not None:
@@ -154,12 +166,13 @@ def _report_lost() -> None:
         _torchruns_store().add(_LOST, 1)
 
 
-def _exit_with_lost_rank(store: TCPStore, known: int) -> None:
+def _exit_with_lost_rank(store: TCPStore, known: int, over: threading.Event) -> None:
     from torch.distributed import DistError
 
     with suppress(DistError):  # torchrun has exited, which the heartbeat notices
         while store.add(_LOST, 0) == known:
-            time.sleep(_LOST_POLL_S)
+            if over.wait(_LOST_POLL_S):
+                return
         where = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         why = "a rank of another node ended before all ranks had met; see the output of that node"
         print(f"mppo: {where}: {why}", file=sys.stderr, flush=True)

@@ -15,6 +15,20 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 PATIENCE_S = 300.0
+TWO_NODES = """
+import atexit, os, sys, threading
+from torch._C._distributed_c10d import TCPStore
+from mppo.parallel.launch import LaunchInfo
+from mppo.supervision import rank_guard
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+atexit.register(lambda: print("left", [each.name for each in threading.enumerate()]))
+guard = rank_guard.RankGuard(LaunchInfo(1, 2, 0, 1, "127.0.0.1", store.port, "torchrun"))
+guard.watch_other_nodes()
+print("begun", [each.name for each in threading.enumerate()])
+if sys.argv[1] == "met":
+    guard.met()
+"""
 RANK = """
 import os, sys, time
 from mppo.parallel.launch import LaunchInfo
@@ -85,3 +99,18 @@ def test_a_program_without_a_launcher_has_no_guard():
         assert not psutil.Process(alone.pid).children()
     finally:
         end(alone)
+
+
+@pytest.mark.parametrize("meets", ["met", "never"])
+def test_the_watch_over_other_nodes_ends_before_the_interpreter_does(meets):
+    """A thread in a call of torch would abort the process."""
+    environ = os.environ | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-c", TWO_NODES, meets]
+    rank = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert rank.returncode == 0, rank.stderr
+    assert rank.stdout.splitlines() == ["begun ['MainThread', 'lost ranks']", "left ['MainThread']"]
