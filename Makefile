@@ -4,11 +4,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled at their first import: pip would compile 30,000, most of them never imported.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
-# Four test files at a time, the longest first (conftest.py): tests of servers mostly wait.
-FOUR_AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
+# Three test files at a time, the longest first (conftest.py), keep two cores busy: some wait.
+THREE_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 SGLANG_CPU := sglang==0.5.21 xgrammar==0.2.7 compressed-tensors==0.18.0
 TE_PYTHON := transformer-engine==2.11.0 onnxscript==0.5.6 onnx==1.23.2 onnx_ir==1.1.0 ml_dtypes==0.6.0
 SGLANG_COMPAT := extras/sglang_cpu
@@ -41,11 +42,12 @@ demo: $(VENV)/.mppo
 test: $(VENV)/.test slurm browser
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
-# Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
+# Some hundred processes import these modules, and may not be allowed to store their bytecode.
 pytest: $(VENV)/.test
 	$(BIN)/python -m compileall -q mppo checkpoints_convert extras tests
+	PYTHONPATH=tests/support $(BIN)/python -c "import rank_imports, math_verify"
 	env -u MAKEFLAGS OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	  $(BIN)/python -m pytest $(FOUR_AT_ONCE) --durations=15
+	  $(BIN)/python -m pytest $(THREE_AT_ONCE) --durations=15
 
 # The types of optional packages are checked too.
 lint: $(VENV)/.test

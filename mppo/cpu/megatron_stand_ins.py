@@ -217,23 +217,29 @@ def _clip_grad_by_total_norm(
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Make ``torch.compile`` return the function unchanged inside the context.
+def _light_imports() -> Iterator[None]:
+    """Inside the context ``torch.compile`` returns the function unchanged, and wandb is not found.
 
     Megatron compiles its small fusions when it is imported, and loading Inductor for them takes a
-    fifth of a rank's start-up; none of them is used on the CPU.
+    fifth of a rank's start-up; none of them is used on the CPU. For its inference it imports wandb
+    where that is installed, a tenth of the start-up; our tracker imports it when a run uses it.
     """
     compiled, torch.compile = torch.compile, lambda function, *args, **kwargs: function
+    wandb = sys.modules.get("wandb")
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # an import fails
     try:
         yield
     finally:
         torch.compile = compiled
+        del sys.modules["wandb"]
+        if wandb is not None:
+            sys.modules["wandb"] = wandb
 
 
 @functools.cache
 def install() -> None:
     """Replace ``torch`` in every Megatron-Core module by the stand-in. Idempotent."""
-    with _uncompiled():
+    with _light_imports():
         for name in _MODULES:
             importlib.import_module(name)
     stand_in = _torch_stand_in()

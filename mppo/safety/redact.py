@@ -88,7 +88,7 @@ def redact(value: Any) -> Any:
     Secrets are all values under a name such as ``api_key``, ``password`` or ``auth``, also inside
     lists and mappings, and what ``redact_text`` finds in texts and in keys of mappings.
     """
-    return _redact(value, {})
+    return _redact(value, {}, _known_secrets())
 
 
 def redact_text(text: str) -> str:
@@ -101,7 +101,11 @@ def redact_text(text: str) -> str:
 
     The time is linear in the length of the text, whatever its content.
     """
-    for secret in sorted(_remembered | _environment_secrets(), key=len, reverse=True):
+    return _redact_text(text, _known_secrets())
+
+
+def _redact_text(text: str, known: list[str]) -> str:
+    for secret in known:
         text = text.replace(secret, HIDDEN)
     text = _WEB_TOKEN.sub(lambda word: HIDDEN if word["rest"] else word[0], text)
     text = _SHAPES.sub(HIDDEN, text)
@@ -154,25 +158,28 @@ class _RedactedStream:
         return getattr(self._stream, name)
 
 
-def _redact(value: Any, done: dict[int, Any]) -> Any:
+def _redact(value: Any, done: dict[int, Any], known: list[str]) -> Any:
     """Redact a value. ``done`` holds the result of each container by id, so a shared container is
     copied once and a container inside itself becomes ``***``."""
     if isinstance(value, str):
-        return redact_text(value)
+        return _redact_text(value, known)
     if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
         return value
     if id(value) not in done:
         done[id(value)] = HIDDEN
         if isinstance(value, Mapping):
-            done[id(value)] = {_redact(k, done): _entry(k, v, done) for k, v in value.items()}
+            done[id(value)] = {
+                _redact(key, done, known): _entry(key, entry, done, known)
+                for key, entry in value.items()
+            }
         else:
-            done[id(value)] = _redact_arguments(list(value), done)
+            done[id(value)] = _redact_arguments(list(value), done, known)
     return done[id(value)]
 
 
-def _entry(key: Any, entry: Any, done: dict[int, Any]) -> Any:
+def _entry(key: Any, entry: Any, done: dict[int, Any], known: list[str]) -> Any:
     if not isinstance(key, str) or not is_secret_name(key):
-        return _redact(entry, done)
+        return _redact(entry, done, known)
     return _hide_all(entry, numbers=not key.lower().endswith("token"), inside=set())
 
 
@@ -190,14 +197,14 @@ def _hide_all(value: Any, numbers: bool, inside: set[int]) -> Any:
     return HIDDEN if hides else value
 
 
-def _redact_arguments(values: list[Any], done: dict[int, Any]) -> list[Any]:
+def _redact_arguments(values: list[Any], done: dict[int, Any], known: list[str]) -> list[Any]:
     """Redact the items of a list; the item after a flag such as ``--api-key`` is hidden."""
     hidden: list[Any] = []
     previous: Any = None
     for each in values:
         flag = isinstance(previous, str) and previous.startswith("-")
         is_secret = flag and is_secret_name(previous) and isinstance(each, str)
-        hidden.append(HIDDEN if is_secret else _redact(each, done))
+        hidden.append(HIDDEN if is_secret else _redact(each, done, known))
         previous = each
     return hidden
 
@@ -251,8 +258,9 @@ def _forms(secret: str) -> set[str]:
     return {secret, quote(secret), quote(secret, safe="")}
 
 
-def _environment_secrets() -> set[str]:
-    return {
+def _known_secrets() -> list[str]:
+    """Secrets of the environment and those to remember, the longest first."""
+    found = {
         form
         for name, value in os.environ.items()
         if len(value) >= MIN_SECRET_LENGTH
@@ -260,3 +268,4 @@ def _environment_secrets() -> set[str]:
         and (is_secret_name(name) or _VARIABLE.search(name))
         for form in _forms(value)
     }
+    return sorted(_remembered | found, key=len, reverse=True)

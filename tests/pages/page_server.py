@@ -18,7 +18,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_S = 300
+PATIENCE_S = 1500
 """Seconds after which a command is killed."""
 IMPORTED = {
     "cpu": (

@@ -23,6 +23,7 @@ from pages.exceptions import NOT_RUN, PROOFS, SMALL
 from pages.page_run import PageRun
 from pages.world import add_run, make_template, variables
 
+pytestmark = pytest.mark.timeout(2400)
 SERVER = ROOT / "tests/pages/page_server.py"
 BLOCKS = {page: blocks_of(page) for page in [*PAGES, *HEADERS]}
 WITH_BLOCKS = [page for page, blocks in BLOCKS.items() if blocks]

@@ -117,6 +117,6 @@ def shell(folder: Path, script: str, environment: dict[str, str]) -> tuple[int, 
     found = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=400,
+        stderr=subprocess.STDOUT, text=True, timeout=1600,
     )  # fmt: skip
     return found.returncode, found.stdout.replace(f"{folder}/", "")

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import warnings
+
+IMPORTED = (
+    "mppo.rollout.local.local_engine",
+    "mppo.rollout.sglang.sglang_engine",
+    "mppo.train",
+    "mppo.trainer.loop",
+    "mppo.trainer.run_setup",
+    "mppo.trainer.start.training_session",
+    "matplotlib.backends.backend_agg",  # of the report at the end of a run
+    "matplotlib.figure",
+    "transformers.models.qwen2.modeling_qwen2",  # of the model of most tests
+    "transformers.models.qwen2.tokenization_qwen2",
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from mppo.parallel import device
 
     device.prepare_megatron()
-    import mppo.rollout.local.local_engine
-    import mppo.rollout.sglang.sglang_engine
-    import mppo.trainer.run_setup  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
 
 gc.collect()
 gc.freeze()  # collections in a forked rank would visit and copy them
