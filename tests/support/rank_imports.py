@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import warnings
 
 IMPORTED = (
@@ -13,11 +14,14 @@ IMPORTED = (
     "mppo.trainer.loop",
     "mppo.trainer.run_setup",
     "mppo.trainer.start.training_session",
-    "matplotlib.backends.backend_agg",  # of the report at the end of a run
+)
+LATER = (
+    "matplotlib.backends.backend_agg",  # the first rank's, for the report at the end of a run
     "matplotlib.figure",
     "transformers.models.qwen2.modeling_qwen2",  # of the model of most tests
     "transformers.models.qwen2.tokenization_qwen2",
 )
+"""What many ranks import while they run."""
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -25,6 +29,9 @@ with warnings.catch_warnings():
 
     device.prepare_megatron()
     for name in IMPORTED:
+        importlib.import_module(name)
+    AT_THE_START = frozenset(sys.modules)
+    for name in LATER:
         importlib.import_module(name)
 
 gc.collect()
