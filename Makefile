@@ -4,8 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled at their first import: pip would compile 30,000, most of them never imported.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --shutdown-timeout 300
 RECIPE ?= recipes/demo.yaml
 # Three test files at a time, the longest first (conftest.py), keep two cores busy: some wait.
@@ -42,10 +41,9 @@ demo: $(VENV)/.mppo
 test: $(VENV)/.test slurm browser
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
-# Some hundred processes import these modules, and may not be allowed to store their bytecode.
+# Some hundred processes of the tests import mppo, and may not be allowed to store its bytecode.
 pytest: $(VENV)/.test
 	$(BIN)/python -m compileall -q mppo checkpoints_convert extras tests
-	PYTHONPATH=tests/support $(BIN)/python -c "import rank_imports, math_verify"
 	env -u MAKEFLAGS OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	  $(BIN)/python -m pytest $(THREE_AT_ONCE) --durations=15
 
