@@ -1,5 +1,6 @@
 """Secrets do not appear in what a run writes."""
 
+import os
 import sys
 
 import pytest
@@ -132,6 +133,20 @@ def test_aliases_and_loops_end():
     for _ in range(100):
         hidden = hidden[1]
     assert hidden == [HIDDEN]
+
+
+def test_the_environment_is_read_once_for_all_texts_of_a_recipe(monkeypatch):
+    class Counted(dict):
+        reads = 0
+
+        def items(self):
+            self.reads += 1
+            return super().items()
+
+    environment = Counted(HF_TOKEN="sesame_environment")
+    monkeypatch.setattr(os, "environ", environment)
+    assert redact({"a": ["b sesame_environment"] * 9}) == {"a": ["b ***"] * 9}
+    assert environment.reads == 1
 
 
 def test_a_fault_shows_no_secret():
